@@ -1,0 +1,32 @@
+# Every target builds its own environment in $(VENV) first; nothing else is needed but Python ≥ 3.11.
+PYTHON ?= python3
+VENV   ?= .venv
+RUN    := $(VENV)/bin/python
+
+.PHONY: demo test lint bench docs clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev]'
+	@touch $@
+
+demo: $(VENV)/.installed  ## train on real digits, check every closed form against Monte Carlo, write a report
+	$(RUN) examples/digits.py
+
+test: $(VENV)/.installed lint  ## lint, types and all tests
+	$(RUN) -m pytest
+
+lint: $(VENV)/.installed
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(VENV)/.installed  ## closed forms against the paper's traces on this machine
+	$(RUN) benchmarks/functional.py
+
+docs: $(VENV)/.installed  ## the documentation site, in site/
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(RUN) -m mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build .mypy_cache .pytest_cache .ruff_cache .hypothesis
