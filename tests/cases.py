@@ -28,14 +28,12 @@ class Case:
     site: str
     shapes: dict[str, tuple[int, ...]]
     call: Callable[[Leaves], Call]
-    prepare: Callable[[Leaves], None] = lambda leaves: None
 
     def leaves(self, *, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Leaves:
         generator = torch.Generator().manual_seed(seed)
         leaves = {
             name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in self.shapes.items()
         }
-        self.prepare(leaves)
         return {name: leaf.to(device, dtype) for name, leaf in leaves.items()}
 
     def closed_form(self, leaves: Leaves, noise: Noise, **overrides: Any) -> Tensor:
@@ -180,7 +178,9 @@ CASES: dict[str, Case] = {
         "attended_value", {**X, "weight": (4, 6), "scores": (2, 1, 3, 5)}, _attended(heads=1)
     ),
     "attended_value with heads": Case(
-        "attended_value", {**X, "weight": (8, 6), "scores": (2, 4, 5, 5)}, _attended(heads=4, mask=PADDING, query_mask=PADDING)
+        "attended_value",
+        {**X, "weight": (8, 6), "scores": (2, 4, 5, 5)},
+        _attended(heads=4, mask=PADDING, query_mask=PADDING),
     ),
     "attended_value with shared heads and output": Case(
         "attended_value",

@@ -75,7 +75,6 @@ def attended_value(
     )  # fmt: skip
     if attention is None and noise.variance:
         raise InputError("attention", f"given under {noise}: the squares of its columns enter", None)
-    weight = batch.cast(value_weight).reshape(groups, 1, width, -1)
     tokens = rows_zeroed(batch.flat(x), flat_mask(mask, batch.size))
     energy = batch.zero()
     if coherent_part_needed(noise):
@@ -83,11 +82,13 @@ def attended_value(
             bias = None if value_bias is None else value_bias.reshape(groups, width).repeat_interleave(shared, 0)
             clean = batch.tokens(attended, less=None if bias is None else bias.flatten())
         else:
-            clean = _grouped(attention, batch, groups) @ (tokens[:, None, None] @ weight.mT)
+            values = torch.unflatten(tokens @ batch.cast(value_weight).mT, -1, (groups, width)).transpose(1, 2)
+            clean = _grouped(attention, batch, groups) @ values
         energy = energy + noise.mean**2 * per_sample(clean.square())
     if noise.variance:
-        columns = _grouped(attention, batch, groups).square().sum((2, 3))
-        token_energy = tokens.square() @ weight.square().sum((1, 2)).mT
+        columns = _grouped(attention, batch, groups).square().sum(2)
+        norms = torch.unflatten(batch.cast(value_weight), 0, (groups, width)).square().sum(1)
+        token_energy = tokens.square() @ norms.mT
         energy = energy + noise.variance * per_sample(columns.mT * token_energy)
     return batch.reduce(energy)
 
@@ -118,12 +119,12 @@ def attention_weights(
         raise InputError("values", f"of a number of heads that divides the {heads} of attention", f"{groups} heads")
     batch = Batch.of(attention, noise, reduction, strength, mask, tokens=(*lead, rows), values=values)
     weights = _grouped(attention, batch, groups)
-    by_group = batch.flat(values, 3)[:, :, None]
+    by_group = batch.flat(values, 3)
     energy = batch.zero()
     if coherent_part_needed(noise):
         energy = energy + noise.mean**2 * per_sample((weights @ by_group).square())
     if noise.variance:
-        columns, norms = weights.square().sum((2, 3)), by_group.square().sum((2, 4))
+        columns, norms = weights.square().sum(2), by_group.square().sum(3)
         energy = energy + noise.variance * per_sample(columns * norms)
     return batch.reduce(energy)
 
@@ -183,8 +184,9 @@ def _value_heads(
 
 
 def _grouped(attention: Tensor | None, batch: Batch, groups: int) -> Tensor:
-    """The attention weights as (batch, value head, query head, token, context), padded rows zeroed."""
+    """The attention weights as (batch, value head, its rows in all of its query heads, context), padding zeroed."""
     if attention is None:
         raise InputError("attention", "given", None)
-    weights = torch.unflatten(batch.flat(attention, 3), 1, (groups, -1))
-    return rows_zeroed(weights, None if batch.mask is None else batch.mask[:, None, None])
+    weights = rows_zeroed(batch.flat(attention, 3), None if batch.mask is None else batch.mask[:, None])
+    heads, rows, context = weights.shape[1:]
+    return weights.reshape(batch.size, groups, heads // groups * rows, context)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from explicit_dropout import checks
 from explicit_dropout.errors import InputError
@@ -76,7 +76,7 @@ def conv(
         convolution = _CONVOLUTIONS[dimensions]
         try:
             return convolution(maps, kernel, None, stride, padding, dilation, groups)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, ZeroDivisionError) as error:
             options = f"stride={stride}, padding={padding!r}, dilation={dilation}"
             shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
             raise InputError("stride, padding, dilation", f"such that {shapes} convolve", options) from error

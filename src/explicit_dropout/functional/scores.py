@@ -153,9 +153,9 @@ def _shared_mask_correction(scores: _Scores, noise: Noise) -> Tensor:
     """What one shared mask adds to E[(ΔS_ii)²] over two independent ones, summed over tokens and heads.
 
     With ε = μ + η, ΔS_ii = c + bᵀη − ηᵀMη, where M = diag(x) A diag(x), A = W_qᵀW_k and b = x ⊙ (u + w) with
-    u = W_qᵀk_μ, w = W_kᵀq_μ. With κ₃, κ₄ the central moments of ε and t = tr M, the difference of second moments is
+    u = W_qᵀk_μ, w = W_kᵀq_μ. With m₃, m₄ the central moments of ε and t = tr M, the difference of second moments is
 
-        v²t² − 2vct + 2v Σ x²uw − 2κ₃ Σ x³ A_cc (u + w) + (κ₄ − 3v²) Σ x⁴ A_cc² + v² ⟨M, Mᵀ⟩.
+        v²t² − 2vct + 2v Σ x²uw − 2m₃ Σ x³ A_cc (u + w) + (m₄ − 3v²) Σ x⁴ A_cc² + v² ⟨M, Mᵀ⟩.
     """
     mean, variance = noise.mean, noise.variance
     third, fourth = noise.higher_moments
@@ -198,14 +198,16 @@ class _Side:
 
     def projected(self) -> tuple[Tensor, Tensor]:
         """Without and with bias: Q̂ and Q, or K̂ and K, (batch, group, query or 1, token, e)."""
-        heads = self.weight.shape[:3]
-        bias = None if self.bias is None else self.bias.to(self.x.dtype).reshape(*heads[:2], 1, heads[2])
+        groups, queries, width, _ = self.weight.shape
+        bias = None if self.bias is None else self.bias.to(self.x.dtype).reshape(groups, queries, 1, width)
         if self.given is None:
-            bare = self.x[:, None, None] @ self.weight.mT
+            bare = self._by_head(self.x @ self.weight.flatten(0, 2).mT)
             return bare, bare if bias is None else self._zeroed(bare + bias)
-        full = self.given.to(self.x.dtype).reshape(*self.x.shape[:2], *heads).permute(0, 2, 3, 1, 4)
-        full = self._zeroed(full)
+        full = self._zeroed(self._by_head(self.given.to(self.x.dtype)))
         return full if bias is None else self._zeroed(full - bias), full
+
+    def _by_head(self, projections: Tensor) -> Tensor:
+        return projections.reshape(*self.x.shape[:2], *self.weight.shape[:3]).permute(0, 2, 3, 1, 4)
 
     def _zeroed(self, heads: Tensor) -> Tensor:
         return rows_zeroed(heads, None if self.mask is None else self.mask[:, None, None])
