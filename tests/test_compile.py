@@ -41,7 +41,9 @@ def test_the_default_compiler_agrees(case):
     )
 
 
-@pytest.mark.parametrize("case", ["linear", "hidden", "query", "key with biases", "query_key with padding", "attended_value"])
+@pytest.mark.parametrize(
+    "case", ["linear", "hidden", "query", "key with biases", "query_key with padding", "attended_value"]
+)
 def test_vmap_and_grad_transforms_work(case):
     case, noise = CASES[case], LAWS["bernoulli"]
     first = case.leaves(seed=0)

@@ -92,3 +92,11 @@ def test_strides_do_not_matter(case):
     strided = {n: torch.stack((t, t), -1)[..., 0] for n, t in leaves.items()}
     assert not any(t.is_contiguous() for t in strided.values())
     assert_close(case.closed_form(strided, LAWS["bernoulli"]), case.closed_form(leaves, LAWS["bernoulli"]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_device_gives_the_number_of_the_reference(case, device):
+    case = CASES[case]
+    penalty = case.closed_form(case.leaves(device=device), LAWS["inverted"])
+    assert_close(penalty.cpu(), case.literal(case.leaves(), LAWS["inverted"]), rtol=1e-10, atol=1e-10)

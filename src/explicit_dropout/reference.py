@@ -71,7 +71,7 @@ def linear(
 
     def penalty(sample: tuple[int, ...]) -> Tensor:
         X = _real(x, mask, sample)
-        return 0.5 * torch.trace(second_moment(X, noise) @ weight.mT @ weight)
+        return 0.5 * torch.trace(second_moment(X, noise) @ (weight.mT @ weight))
 
     return _reduce(penalty, x.shape[:-1], mask, reduction, strength)
 
@@ -96,34 +96,38 @@ def feed_forward(
 
 
 def query(x: Tensor, query_weight: Tensor, key_weight: Tensor, noise: Noise, **options: Unpack[ScoreOptions]) -> Tensor:
-    """J_q = ½ Tr(B Λ_q), Λ_q = W_qᵀ KᵀK W_q: Eqs. 10–14, 23–26. Without bias KᵀK is W_k XᵀX W_kᵀ."""
+    """J_q = ½ Tr(B Λ_q), Λ_q = W_qᵀ KᵀK W_q: Eqs. 10–14, 23–26. Without bias KᵀK is W_k XᵀX W_kᵀ, as in Eq. 12."""
 
     def penalty(head: _Head) -> Tensor:
         if head.allowed is None:
-            B = second_moment(head.X, noise)
-            return 0.5 * torch.trace(B @ head.Wq.mT @ head.K.mT @ head.K @ head.Wq)
+            if head.biasless:
+                Lambda = (head.Wq.mT @ head.Wk) @ (head.Y.mT @ head.Y) @ (head.Wk.mT @ head.Wq)
+            else:
+                Lambda = head.Wq.mT @ (head.K.mT @ head.K) @ head.Wq
+            return 0.5 * torch.trace(second_moment(head.X, noise) @ Lambda)
         total = head.X.new_zeros(())
         for i in range(head.X.shape[0]):
-            K = head.K[head.allowed[i]]
-            B = second_moment(head.X[i : i + 1], noise)
-            total = total + 0.5 * torch.trace(B @ head.Wq.mT @ K.mT @ K @ head.Wq)
+            B, K = second_moment(head.X[i : i + 1], noise), head.K[head.allowed[i]]
+            total = total + 0.5 * torch.trace(B @ (head.Wq.mT @ K.mT @ K @ head.Wq))
         return total
 
     return _over_heads(penalty, x, query_weight, key_weight, **options)
 
 
 def key(x: Tensor, query_weight: Tensor, key_weight: Tensor, noise: Noise, **options: Unpack[ScoreOptions]) -> Tensor:
-    """J_k = ½ Tr(B Λ_k), Λ_k = W_kᵀ QᵀQ W_k: Eqs. 15, 47–52. Without bias QᵀQ is W_q XᵀX W_qᵀ."""
+    """J_k = ½ Tr(B Λ_k), Λ_k = W_kᵀ QᵀQ W_k: Eqs. 15, 47–52. Without bias QᵀQ is W_q XᵀX W_qᵀ, as in Eq. 15."""
 
     def penalty(head: _Head) -> Tensor:
         if head.allowed is None:
-            B = second_moment(head.Y, noise)
-            return 0.5 * torch.trace(B @ head.Wk.mT @ head.Q.mT @ head.Q @ head.Wk)
+            if head.biasless:
+                Lambda = (head.Wk.mT @ head.Wq) @ (head.X.mT @ head.X) @ (head.Wq.mT @ head.Wk)
+            else:
+                Lambda = head.Wk.mT @ (head.Q.mT @ head.Q) @ head.Wk
+            return 0.5 * torch.trace(second_moment(head.Y, noise) @ Lambda)
         total = head.Y.new_zeros(())
         for j in range(head.Y.shape[0]):
-            Q = head.Q[head.allowed[:, j]]
-            B = second_moment(head.Y[j : j + 1], noise)
-            total = total + 0.5 * torch.trace(B @ head.Wk.mT @ Q.mT @ Q @ head.Wk)
+            B, Q = second_moment(head.Y[j : j + 1], noise), head.Q[head.allowed[:, j]]
+            total = total + 0.5 * torch.trace(B @ (head.Wk.mT @ Q.mT @ Q @ head.Wk))
         return total
 
     return _over_heads(penalty, x, query_weight, key_weight, **options)
@@ -232,7 +236,7 @@ def attended_value(
             A = _real(attention[sample][h], query_mask, sample, of_sample=True)
             A = A if mask is None else A[:, mask[sample]]
             W = value_weight.chunk(groups)[h * groups // heads]
-            total = total + 0.5 * torch.trace(attended_second_moment(X, A.mT @ A, noise) @ W.mT @ W)
+            total = total + 0.5 * torch.trace(attended_second_moment(X, A.mT @ A, noise) @ (W.mT @ W))
         return total
 
     return _reduce(penalty, (*x.shape[:-2], attention.shape[-2]), query_mask, reduction, strength)
@@ -368,7 +372,7 @@ def conv(
             for channels, W in zip(maps.chunk(groups), weight.chunk(groups), strict=True):
                 patch = channels[(slice(None), *window)].reshape(1, -1)
                 matrix = W.flatten(1)
-                total = total + 0.5 * torch.trace(second_moment(patch, noise) @ matrix.mT @ matrix)
+                total = total + 0.5 * torch.trace(second_moment(patch, noise) @ (matrix.mT @ matrix))
         return total
 
     return _reduce(penalty, (*lead, len(windows)), counted, reduction, strength)
@@ -387,6 +391,7 @@ class _Head:
     ) -> None:
         self.X, self.Y, self.allowed = X, Y, allowed
         (self.Wq, query_bias), (self.Wk, key_bias) = query_layer, key_layer
+        self.biasless = query_bias is None and key_bias is None
         self.Q = X @ self.Wq.mT if query_bias is None else X @ self.Wq.mT + query_bias
         self.K = Y @ self.Wk.mT if key_bias is None else Y @ self.Wk.mT + key_bias
 

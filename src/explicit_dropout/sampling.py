@@ -30,7 +30,7 @@ class Estimate:
 
     def deviations(self, value: Tensor) -> float:
         """How many standard errors the value is away from the mean (the largest, where there are several)."""
-        return float(((value - self.mean).abs() / self.standard_error).max())
+        return float(((value.detach() - self.mean).abs() / self.standard_error).max())
 
 
 def monte_carlo(

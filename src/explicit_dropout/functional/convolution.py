@@ -28,7 +28,7 @@ _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: 
 
 @outside_autocast
 def conv(
-    x: Float[Tensor, "*batch channel *space"],
+    x: Float[Tensor, "*batch_channel_space"],
     weight: Float[Tensor, "out channel_of_group *kernel"],
     noise: Noise,
     *,
@@ -37,8 +37,8 @@ def conv(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
     bias: Float[Tensor, " out"] | None = None,
-    output: Float[Tensor, "*batch out *out_space"] | None = None,
-    mask: Bool[Tensor, "*batch *space"] | None = None,
+    output: Float[Tensor, "*batch_out_space"] | None = None,
+    mask: Bool[Tensor, "*batch_space"] | None = None,
     reduction: Reduction = "token",
     strength: float = 1.0,
 ) -> Float[Tensor, "*reduced"]:
@@ -48,6 +48,8 @@ def conv(
     holds at least one real input position. Stride, padding (with zeros), dilation and groups as in `torch.nn.Conv2d`.
 
     Args:
+        x: the input map, (*batch, channel, *space).
+        weight: the kernel; its rank says how many spatial dimensions there are.
         mask: real positions of the input map, the others are taken as zero.
         bias, output: of the layer, as in `linear`; no output beside a mask.
     """
