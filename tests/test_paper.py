@@ -145,3 +145,33 @@ def test_a_shared_mask_changes_the_diagonal_alone():
         assert_close(one, two)
         whole = [F.query_key(X, WQ, WK, noise, shared_mask=shared) for shared in (True, False)]
         assert not torch.isclose(*whole)
+
+
+def rotation(heads):
+    """Rotary embeddings in their usual form, angles by position."""
+    tokens, width = heads.shape[-2:]
+    angles = torch.arange(tokens, dtype=heads.dtype)[:, None] * 0.7 ** torch.arange(width // 2)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat((-second, first), -1) * sin
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.arange(7) < torch.tensor([[7], [4]])}])
+@pytest.mark.parametrize("site", ["query", "key", "query_key"])
+def test_under_rotary_embeddings_the_paper_law_is_exact(site, options):
+    leaves = [t.clone().requires_grad_() for t in (X, WQ, WK, *BIASES.values())]
+    results = []
+    for module in (F, reference):
+        biases = {"query_bias": leaves[3], "key_bias": leaves[4]}
+        penalty = getattr(module, site)(*leaves[:3], xd.paper(P), heads=3, rotary=rotation, **biases, **options)
+        results.append((penalty.detach(), torch.autograd.grad(penalty, leaves, materialize_grads=True)))
+    assert_close(*(value for value, _ in results))
+    for one, other in zip(results[0][1], results[1][1], strict=True):
+        assert_close(one, other)
+    plain = getattr(F, site)(*leaves[:3], xd.paper(P), heads=3, **options)
+    assert not torch.isclose(results[0][0], plain)
+
+
+def test_under_rotary_embeddings_a_variance_is_refused():
+    with pytest.raises(xd.InputError, match="variance 0"):
+        F.query(X, WQ, WK, xd.inverted(P), rotary=rotation)

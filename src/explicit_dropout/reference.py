@@ -111,7 +111,7 @@ def query(x: Tensor, query_weight: Tensor, key_weight: Tensor, noise: Noise, **o
             total = total + 0.5 * torch.trace(B @ (head.Wq.mT @ K.mT @ K @ head.Wq))
         return total
 
-    return _over_heads(penalty, x, query_weight, key_weight, **options)
+    return _over_heads(penalty, ("query",), noise, x, query_weight, key_weight, **options)
 
 
 def key(x: Tensor, query_weight: Tensor, key_weight: Tensor, noise: Noise, **options: Unpack[ScoreOptions]) -> Tensor:
@@ -130,7 +130,7 @@ def key(x: Tensor, query_weight: Tensor, key_weight: Tensor, noise: Noise, **opt
             total = total + 0.5 * torch.trace(B @ (head.Wk.mT @ Q.mT @ Q @ head.Wk))
         return total
 
-    return _over_heads(penalty, x, query_weight, key_weight, **options)
+    return _over_heads(penalty, ("key",), noise, x, query_weight, key_weight, **options)
 
 
 def query_key(
@@ -165,7 +165,7 @@ def query_key(
             total = total + 0.5 * (squares + 2 * products)
         return total
 
-    return _over_heads(penalty, x, query_weight, key_weight, **options)
+    return _over_heads(penalty, ("query", "key"), noise, x, query_weight, key_weight, **options)
 
 
 def _one_mask_twice(head: _Head, i: int, noise: Noise) -> Tensor:
@@ -398,6 +398,8 @@ class _Head:
 
 def _over_heads(
     penalty: Callable[[_Head], Tensor],
+    dropped: Sequence[str],
+    noise: Noise,
     x: Tensor,
     query_weight: Tensor,
     key_weight: Tensor,
@@ -414,10 +416,14 @@ def _over_heads(
     context_mask: Tensor | None = None,
     attention_mask: Tensor | None = None,
     causal: bool = False,
+    rotary: Callable[[Tensor], Tensor] | None = None,
     reduction: Reduction = "token",
     strength: float = 1.0,
 ) -> Tensor:
-    """The penalty summed over the heads of every sample."""
+    """The penalty summed over the heads of every sample.
+
+    Under rotary embeddings the noise has no variance, so the dropped sides simply shrink: scores before less after.
+    """
     source, source_mask = (x, mask) if context is None else (context, context_mask)
     groups, lead = key_heads or heads, x.shape[:-2]
     allowed = None
@@ -428,6 +434,21 @@ def _over_heads(
 
     def head_layer(weight: Tensor, bias: Tensor | None, index: int, count: int) -> tuple[Tensor, Tensor | None]:
         return weight.chunk(count)[index], None if bias is None else bias.chunk(count)[index]
+
+    def shrunk(head: _Head, rotary: Callable[[Tensor], Tensor], sample: tuple[int, ...]) -> Tensor:
+        def turned(tokens: Tensor, real: Tensor | None) -> Tensor:
+            """Rotation by position in the padded sample, which all batches of the caller's rotation share."""
+            places = slice(None) if real is None else real[sample]
+            full = tokens.new_zeros(1, 1, 1, len(tokens) if real is None else real.shape[-1], tokens.shape[-1])
+            full[..., places, :] = tokens
+            return rotary(full)[0, 0, 0, places]
+
+        q_shrinks, k_shrinks = (noise.mean * (side in dropped) for side in ("query", "key"))
+        after_q = head.Q - q_shrinks * head.X @ head.Wq.mT
+        after_k = head.K - k_shrinks * head.Y @ head.Wk.mT
+        before = turned(head.Q, mask) @ turned(head.K, source_mask).mT
+        difference = before - turned(after_q, mask) @ turned(after_k, source_mask).mT
+        return difference if head.allowed is None else difference[head.allowed]
 
     def sample_penalty(sample: tuple[int, ...]) -> Tensor:
         X, Y = _real(x, mask, sample), _real(source, source_mask, sample)
@@ -440,7 +461,8 @@ def _over_heads(
                 pairs = pairs[:, source_mask[sample]]
             query_layer = head_layer(query_weight, query_bias, h, heads)
             key_layer = head_layer(key_weight, key_bias, h * groups // heads, groups)
-            total = total + penalty(_Head(X, Y, query_layer, key_layer, pairs))
+            head = _Head(X, Y, query_layer, key_layer, pairs)
+            total = total + (penalty(head) if rotary is None else 0.5 * shrunk(head, rotary, sample).square().sum())
         return scale**2 * total
 
     return _reduce(sample_penalty, x.shape[:-1], mask, reduction, strength)

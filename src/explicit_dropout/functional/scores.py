@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -40,6 +41,8 @@ class ScoreOptions(TypedDict, total=False):
         they are the same.
     attention_mask: boolean, broadcastable to (*batch, heads, token, context), True where a query may see a key.
     causal: a query sees the keys up to its own position only.
+    rotary: what turns projected heads, (batch, key head, query head, token, width), by position before scoring; linear.
+        Laws with a variance are refused with it: the incoherent part would depend on how far apart tokens are.
     reduction, strength: as everywhere; a token is a query.
     """
 
@@ -55,6 +58,7 @@ class ScoreOptions(TypedDict, total=False):
     context_mask: Tensor | None
     attention_mask: Tensor | None
     causal: bool
+    rotary: Callable[[Tensor], Tensor] | None
     reduction: Reduction
     strength: float
 
@@ -195,6 +199,7 @@ class _Side:
     bias: Tensor | None
     given: Tensor | None
     mask: Tensor | None
+    rotary: Callable[[Tensor], Tensor] | None
 
     def projected(self) -> tuple[Tensor, Tensor]:
         """Without and with bias: Q̂ and Q, or K̂ and K, (batch, group, query or 1, token, e)."""
@@ -202,9 +207,13 @@ class _Side:
         bias = None if self.bias is None else self.bias.to(self.x.dtype).reshape(groups, queries, 1, width)
         if self.given is None:
             bare = self._by_head(self.x @ self.weight.flatten(0, 2).mT)
-            return bare, bare if bias is None else self._zeroed(bare + bias)
-        full = self._zeroed(self._by_head(self.given.to(self.x.dtype)))
-        return full if bias is None else self._zeroed(full - bias), full
+            full = bare if bias is None else self._zeroed(bare + bias)
+        else:
+            full = self._zeroed(self._by_head(self.given.to(self.x.dtype)))
+            bare = full if bias is None else self._zeroed(full - bias)
+        if self.rotary is not None:
+            return self.rotary(bare), self.rotary(full)
+        return bare, full
 
     def _by_head(self, projections: Tensor) -> Tensor:
         return projections.reshape(*self.x.shape[:2], *self.weight.shape[:3]).permute(0, 2, 3, 1, 4)
@@ -243,6 +252,7 @@ class _Scores:
         context_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
         causal: bool = False,
+        rotary: Callable[[Tensor], Tensor] | None = None,
         reduction: Reduction = "token",
         strength: float = 1.0,
     ) -> _Scores:
@@ -268,6 +278,8 @@ class _Scores:
         if causal and x.shape[-2] != source.shape[-2]:
             numbers = f"{x.shape[-2]} queries and {source.shape[-2]} keys"
             raise InputError("causal", "False where queries and keys differ in number; use attention_mask", numbers)
+        if rotary is not None and noise.variance:
+            raise InputError("noise", "of variance 0 (such as paper(p)) under rotary embeddings", noise)
         pairs: Pairs = CausalPairs() if causal else AllPairs()
         if attention_mask is not None:
             pairs = MaskedPairs(_by_group(attention_mask, grid, groups), 1 if causal else 0)
@@ -280,6 +292,7 @@ class _Scores:
                 bias=query_bias,
                 given=queries,
                 mask=batch.mask,
+                rotary=rotary,
             ),
             key=_Side(
                 x=rows_zeroed(batch.flat(source), flat_source_mask),
@@ -287,6 +300,7 @@ class _Scores:
                 bias=key_bias,
                 given=keys,
                 mask=flat_source_mask,
+                rotary=rotary,
             ),
             pairs=pairs,
             scale=checks.number("scale", scale, "a finite number > 0", low=math.ulp(0)),
