@@ -18,3 +18,15 @@ class InputError(ExplicitDropoutError, ValueError):
 
     def __str__(self) -> str:
         return f"`{self.argument}` must be {self.expected}. Got {self.given}."
+
+
+class UnmatchedModelError(ExplicitDropoutError):
+    """Nothing in the model answers to what was asked for."""
+
+
+class UnsupportedSiteError(ExplicitDropoutError):
+    """A site is there, but its penalty would not be exact."""
+
+
+class CollectionError(ExplicitDropoutError):
+    """The forward pass did not yield the terms that the penalty needs."""

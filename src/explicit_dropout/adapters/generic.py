@@ -1,0 +1,182 @@
+"""The usual names: attention with separate or fused linear projections, and feed-forward pairs, in any module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from explicit_dropout.sites import Attention, Described, Dropout, FeedForward, Projection
+
+SEPARATE = [
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("to_q", "to_k", "to_v"),
+    ("wq", "wk", "wv"),
+    ("q", "k", "v"),
+]
+FUSED = ["qkv", "qkv_proj", "to_qkv", "Wqkv", "in_proj", "c_attn"]
+OUTPUT = ["out_proj", "o_proj", "proj", "out_lin", "to_out", "to_out.0", "Wo", "wo", "c_proj", "dense", "o", "out"]
+FEED_FORWARD = [
+    ("fc1", "fc2"),
+    ("lin1", "lin2"),
+    ("linear1", "linear2"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("wi_0", "wi_1", "wo"),
+    ("wi", "wo"),
+    ("w1", "w3", "w2"),
+    ("w1", "w2"),
+    ("c_fc", "c_proj"),
+    ("Wi", "Wo"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("intermediate_dense", "output_dense"),
+    ("intermediate.dense", "output.dense"),
+]
+HEADS = ["num_heads", "num_attention_heads", "n_heads", "heads", "n_head", "num_head", "nhead"]
+KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads"]
+SCALES = ["scaling", "scale"]
+ATTENTION_DROPOUT = ["attention_dropout", "attn_dropout", "dropout_prob", "dropout_p", "dropout"]
+NORMS = ["q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"]
+
+
+def describe(module: nn.Module) -> Described | list[Described] | None:
+    """What the names of a module's children say it is."""
+    found = [item for item in (describe_attention(module), describe_feed_forward(module)) if item is not None]
+    return found or None
+
+
+def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
+    """An attention module by the names of its projections, if it also says how many heads it has."""
+    heads = number_of_heads(module)
+    if heads is None:
+        return None
+    projections = overrides.pop("projections", None) or separate_projections(module) or fused_projections(module, heads)
+    if projections is None or projections[0].shape[0] % heads:
+        return None
+    query, key, _ = projections
+    width = query.shape[0] // heads
+    key_heads = key.shape[0] // width
+    scale = attribute(module, SCALES)
+    settings: dict[str, Any] = {
+        "heads": heads,
+        "output": next((child for name in OUTPUT if is_linear(child := nested(module, name))), None),
+        "key_heads": None if key_heads == heads else key_heads,
+        "scale": float(scale) if isinstance(scale, int | float) else None,
+        "causal": bool(getattr(module, "is_causal", False) or getattr(module, "causal", False)),
+        "obstacle": normalised(module),
+        "weights": None,
+        "weights_obstacle": "say where they are in a rule of your own (weights=)",
+        "dropouts": tuple(attention_dropouts(module)),
+    }
+    return Attention(module, *projections, **{**settings, **overrides})
+
+
+def describe_feed_forward(module: nn.Module, **overrides: Any) -> FeedForward | None:
+    for names in FEED_FORWARD:
+        layers = [nested(module, name) for name in names]
+        if all(is_linear(layer) for layer in layers):
+            projections = tuple(projection(layer) for layer in layers if layer is not None)
+            return FeedForward(projections, **{"dropouts": tuple(feed_forward_dropouts(module, names)), **overrides})
+    return None
+
+
+def separate_projections(module: nn.Module) -> tuple[Projection, Projection, Projection] | None:
+    for names in SEPARATE:
+        layers = [nested(module, name) for name in names]
+        if all(is_linear(layer) for layer in layers):
+            query, key, value = (projection(layer) for layer in layers if layer is not None)
+            return query, key, value
+    return None
+
+
+def fused_projections(module: nn.Module, heads: int) -> tuple[Projection, Projection, Projection] | None:
+    """One layer for query ‖ key ‖ value, with fewer key and value heads where the module says so."""
+    layer = next((child for name in FUSED if is_linear(child := nested(module, name))), None)
+    if layer is None:
+        return None
+    key_heads = attribute(module, KEY_HEADS)
+    key_heads = key_heads if isinstance(key_heads, int) else heads
+    width, rest = divmod(projection(layer).shape[0], heads + 2 * key_heads)
+    if rest:
+        return None
+    ends = [0, heads * width, (heads + key_heads) * width, (heads + 2 * key_heads) * width]
+    query, key, value = (projection(layer, slice(*ends[part : part + 2])) for part in range(3))
+    return query, key, value
+
+
+def projection(layer: nn.Module, rows: slice | tuple[int, ...] | None = None) -> Projection:
+    return Projection(layer, rows, transposed=_is_conv1d(layer))
+
+
+def is_linear(layer: nn.Module | None) -> bool:
+    """nn.Linear, the Conv1D of GPT-2, or either of them in the wrapping of an adapter library."""
+    if layer is None:
+        return False
+    base = getattr(layer, "base_layer", layer)
+    return isinstance(base, nn.Linear) or _is_conv1d(base)
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    base = getattr(layer, "base_layer", layer)
+    return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(base).__mro__)
+
+
+def nested(module: nn.Module, dotted: str) -> nn.Module | None:
+    found: Any = module
+    for name in dotted.split("."):
+        if not isinstance(found, nn.Module):
+            return None
+        found = found._modules.get(name)
+    return found if isinstance(found, nn.Module) else None
+
+
+def attribute(module: nn.Module, names: list[str]) -> Any:
+    """The first attribute of these names that a module, or its configuration, has."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if value is not None:
+                return value
+    return None
+
+
+def number_of_heads(module: nn.Module) -> int | None:
+    heads = attribute(module, HEADS)
+    return heads if isinstance(heads, int) and heads > 0 else None
+
+
+def normalised(module: nn.Module) -> str | None:
+    """The normalisation between projection and scores, if there is one."""
+    for name in NORMS:
+        norm = nested(module, name)
+        if norm is not None and not isinstance(norm, nn.Identity):
+            return f"{name} ({type(norm).__name__}) normalises queries or keys before the scores"
+    return None
+
+
+def attention_dropouts(module: nn.Module) -> Iterator[Dropout]:
+    """Dropout modules inside attention, and the rates that it keeps as plain numbers."""
+    for child in module.modules():
+        if isinstance(child, nn.Dropout):
+            yield Dropout(child)
+    for name in ATTENTION_DROPOUT:
+        if isinstance(getattr(module, name, None), float):
+            yield Dropout(module, name)
+
+
+def feed_forward_dropouts(module: nn.Module, layers: tuple[str, ...]) -> Iterator[Dropout]:
+    """Dropout modules of a feed-forward network. Where its layers stand in a whole block, only what is named for it."""
+    if any("." in name for name in layers):
+        for name in layers:
+            parent = nested(module, name.rsplit(".", 1)[0])
+            yield from (
+                Dropout(child) for child in (parent.children() if parent else ()) if isinstance(child, nn.Dropout)
+            )
+        return
+    if isinstance(getattr(module, "activation_dropout", None), float):
+        yield Dropout(module, "activation_dropout")
+    if not any(nested(module, name) for name in ("self_attn", "attention", "attn", "self_attention")):
+        yield from (Dropout(child) for child in module.children() if isinstance(child, nn.Dropout))

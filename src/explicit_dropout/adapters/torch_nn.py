@@ -1,0 +1,77 @@
+"""torch.nn: MultiheadAttention, and the encoder and decoder layers built of it.
+
+`nn.MultiheadAttention` computes with its parameters and never calls its children, so everything is read from its own
+call. Its masks are True (or −∞) where something must not be seen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from explicit_dropout.sites import Attention, Call, Dropout, FeedForward, Pairs, Projection, register_rule
+
+
+@register_rule(nn.MultiheadAttention)
+def multihead_attention(module: nn.MultiheadAttention) -> Attention:
+    width = module.embed_dim
+    parts = [slice(part * width, (part + 1) * width) for part in range(3)]
+    if module._qkv_same_embed_dim:
+        projections = [Projection(module, rows, "in_proj_weight", "in_proj_bias", called=False) for rows in parts]
+    else:
+        projections = [
+            Projection(module, None, f"{name}_proj_weight", "in_proj_bias", rows, called=False)
+            for name, rows in zip("qkv", parts, strict=True)
+        ]
+    query, key, value = projections
+    return Attention(
+        module,
+        query,
+        key,
+        value,
+        heads=module.num_heads,
+        pairs=multihead_pairs,
+        inputs=("query", "key", "value"),
+        batch_first=module.batch_first,
+        weights="compute",
+        obstacle="bias_k and add_zero_attn append keys of their own" if _appends_keys(module) else None,
+        dropouts=(Dropout(module, "dropout"),),
+    )
+
+
+@register_rule(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+def transformer_layer(module: nn.Module) -> FeedForward:
+    layers = Projection(module.linear1), Projection(module.linear2)  # type: ignore[arg-type]
+    return FeedForward(layers, module, layer_padding, (Dropout(module.dropout),))  # type: ignore[arg-type]
+
+
+def multihead_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:
+    padding = call.get("key_padding_mask")
+    context_mask = None if padding is None else real(padding)
+    if context_mask is not None and x.ndim == 2:
+        context_mask = context_mask.reshape(context.shape[:-1])
+    allowed, blocked = None, call.get("attn_mask")
+    if blocked is not None:
+        allowed = real(blocked)
+        if allowed.ndim == 3 and x.ndim == 3:
+            allowed = torch.unflatten(allowed, 0, (x.shape[0], attention.heads))
+    bias = None if blocked is None or blocked.dtype == torch.bool else blocked
+    if bias is not None and bias.ndim == 3 and x.ndim == 3:
+        bias = torch.unflatten(bias, 0, (x.shape[0], attention.heads))
+    same = call["query"] is call["key"]
+    return Pairs(context_mask if same else None, context_mask, allowed, bias=bias)
+
+
+def layer_padding(call: Call) -> Tensor | None:
+    """The padding that an encoder or decoder layer is told of, as real tokens."""
+    padding = call.get("src_key_padding_mask", call.get("tgt_key_padding_mask"))
+    return None if padding is None else real(padding)
+
+
+def real(blocked: Tensor) -> Tensor:
+    """A mask of torch.nn turned round: True where something may be seen."""
+    return ~blocked if blocked.dtype == torch.bool else blocked > -torch.inf
+
+
+def _appends_keys(module: nn.MultiheadAttention) -> bool:
+    return module.bias_k is not None or module.add_zero_attn

@@ -1,0 +1,364 @@
+"""Where dropout can act in a model: its attention and feed-forward layers, as rules describe them.
+
+A rule looks at one module and says what it is: an `Attention`, a `FeedForward`, or nothing. Rules are kept by class (or
+by the full name of a class, so that no library has to be imported to have rules for it); the first that answers along
+the class's bases wins, and a generic rule tries the usual names on whatever is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from explicit_dropout.errors import InputError
+
+Component = Literal["query", "key", "query_key", "value", "attended_value", "feed_forward"]
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+
+CROSS_ATTENTION = {
+    "crossattention",
+    "encoder_attn",
+    "EncDecAttention",
+    "multihead_attn",
+    "cross_attn",
+    "cross_attention",
+}
+"""Names under which layers keep attention to another sequence."""
+
+Call = Mapping[str, Any]
+"""The arguments of a module's forward call, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A linear map x ↦ x Wᵀ + b inside a model: a layer, or some rows of a fused one.
+
+    Args:
+        module: what holds the parameters; where it is called, a hook on it sees x and the output.
+        rows: which outputs belong to it; None for all.
+        weight, bias: the names of the parameters in the module, dotted if need be.
+        bias_rows: which elements of the bias belong to it, where that differs from `rows`.
+        transposed: True where the weight is stored (in, out), as in the Conv1D of GPT-2.
+        called: False where the model computes with the parameters without calling the module.
+    """
+
+    module: nn.Module
+    rows: slice | tuple[int, ...] | None = None
+    weight: str = "weight"
+    bias: str = "bias"
+    bias_rows: slice | Literal["as rows"] | None = "as rows"
+    transposed: bool = False
+    called: bool = True
+
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """W (out, in) and b, as they act now: adapters such as LoRA included."""
+        weight, bias = _attribute(self.module, self.weight), _attribute(self.module, self.bias)
+        if weight is None:
+            raise InputError("module", f"one with a parameter {self.weight!r}", type(self.module).__name__)
+        for delta in _adapter_deltas(self.module):
+            weight = weight + delta
+        if self.transposed:
+            weight = weight.mT
+        if bias is not None:
+            bias = (
+                self.of(bias, 0)
+                if self.bias_rows == "as rows"
+                else bias
+                if self.bias_rows is None
+                else bias[self.bias_rows]
+            )
+        return self.of(weight, 0), bias
+
+    def of(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """The part of the module's output (or of a parameter) that belongs to this projection."""
+        if self.rows is None:
+            return tensor
+        if isinstance(self.rows, slice):
+            start, stop, _ = self.rows.indices(tensor.shape[dim])
+            return tensor.narrow(dim, start, stop - start)
+        return tensor.index_select(dim, torch.tensor(self.rows, device=tensor.device))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        weight = _attribute(self.module, self.weight)
+        if weight is None or weight.ndim != 2:
+            raise InputError("module", f"one with a matrix {self.weight!r}", type(self.module).__name__)
+        out, width = reversed(weight.shape) if self.transposed else weight.shape
+        if isinstance(self.rows, slice):
+            return len(range(*self.rows.indices(out))), width
+        return out if self.rows is None else len(self.rows), width
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Which tokens are real and which query may see which key, in one call of an attention module.
+
+    mask (*batch, token) and context_mask (*batch, context) mark real tokens; allowed broadcasts to
+    (*batch, heads, token, context); None is everything. All are True where something counts. bias is what the model adds
+    to the scores before the softmax, for where A has to be computed.
+    """
+
+    mask: Tensor | None = None
+    context_mask: Tensor | None = None
+    allowed: Tensor | None = None
+    causal: bool = False
+    bias: Tensor | None = None
+
+
+def every_pair(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:
+    """For attention that knows no masks. Refuses a call that passes one: its meaning would be a guess."""
+    del x, context
+    passed = [name for name in call if "mask" in name and call[name] is not None]
+    if passed:
+        raise InputError(
+            passed[0],
+            f"understood: no rule says what it means to {type(attention.module).__name__}; give its rule a `pairs`",
+            "a mask",
+        )
+    return Pairs(causal=attention.causal)
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """A stochastic dropout of the model: a module's rate under this name, p of `nn.Dropout` or a float attribute."""
+
+    module: nn.Module
+    name: str = "p"
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """An attention module, as a rule describes it.
+
+    Args:
+        module: the module whose call is one attention; everything below happens inside that call.
+        query, key, value: the three projections.
+        output: the output projection, whose input is A V; None where `module` itself returns A V (first, if a tuple).
+        heads, key_heads: numbers of query heads and of key/value heads (None: the same).
+        scale: factor on the scores; None for 1/√(head width).
+        causal: whether a query sees only keys up to its own position when the call says nothing else.
+        cross: whether keys and values come from another sequence.
+        pairs: reads the masks of a call.
+        inputs: where projections are not called, the arguments that hold the inputs of query, key and value.
+        batch_first: whether those inputs are (batch, token, width) or (token, batch, width).
+        rotary: makes of a call the rotation of projected heads by their position (see `functional.ScoreOptions`).
+        weights: where A can be had for laws with a variance: "output" (the module returns it as second), "compute"
+            (softmax of the scores is all there is to it), a module whose input is A, or None.
+        obstacle: why scores do not depend linearly on queries and keys (a normalisation between them), if so.
+        weights_obstacle: what to do so that A can be had, where `weights` is None.
+        dropouts: the stochastic dropout that acts inside.
+    """
+
+    module: nn.Module
+    query: Projection
+    key: Projection
+    value: Projection
+    heads: int
+    output: nn.Module | None = None
+    key_heads: int | None = None
+    scale: float | None = None
+    causal: bool = False
+    cross: bool = False
+    pairs: Callable[[Attention, Call, Tensor, Tensor], Pairs] = every_pair
+    inputs: tuple[str, str, str] | None = None
+    batch_first: bool = True
+    rotary: Callable[[Attention, Call], Callable[[Tensor], Tensor] | None] | None = None
+    weights: Literal["output", "compute"] | nn.Module | None = None
+    obstacle: str | None = None
+    weights_obstacle: str | None = None
+    dropouts: tuple[Dropout, ...] = ()
+
+    @property
+    def score_scale(self) -> float:
+        return (self.query.shape[0] / self.heads) ** -0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForward:
+    """The linear layers of a feed-forward network.
+
+    Args:
+        layers: its projections, in order.
+        module: the module whose call is the network, if its arguments tell padding.
+        padding: makes of a call the mask of real tokens, (*batch, token), or None.
+        dropouts: the stochastic dropout that acts inside.
+        obstacle: why its penalty cannot be exact, if so; it then needs a module, but no layers.
+    """
+
+    layers: tuple[Projection, ...]
+    module: nn.Module | None = None
+    padding: Callable[[Call], Tensor | None] | None = None
+    dropouts: tuple[Dropout, ...] = ()
+    obstacle: str | None = None
+
+
+Described = Attention | FeedForward
+Rule = Callable[[Any], "Described | list[Described] | None"]
+_RULES: dict[type | str, Rule] = {}
+_Decorated = TypeVar("_Decorated", bound=Rule)
+
+
+def register_rule(*classes: type | str) -> Callable[[_Decorated], _Decorated]:
+    """Decorate a function that describes modules of these classes (or full class names) as attention or feed-forward.
+
+        @xd.register_rule(MyAttention)
+        def my_attention(module):
+            return xd.Attention(module, xd.Projection(module.q), xd.Projection(module.k), xd.Projection(module.v),
+                                output=module.proj, heads=module.heads)
+
+    Subclasses follow the rule of their nearest base. A rule may return None to pass a module over.
+    """
+    for known in classes:
+        if not isinstance(known, type | str):
+            raise InputError("classes", "module classes or their full names", repr(known))
+
+    def register(rule: _Decorated) -> _Decorated:
+        for known in classes:
+            _RULES[known] = rule
+        return rule
+
+    return register
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    for base in type(module).__mro__:
+        rule = _RULES.get(base) or _RULES.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None:
+            return rule
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A description with its place in the model."""
+
+    index: int
+    path: str
+    described: Described
+    layer_paths: tuple[str, ...] = ()  # of the layers of a feed-forward network
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One component of one layer: a place where dropout can act and whose penalty has a strength of its own.
+
+    Attributes:
+        layer: index of the Transformer layer, counted through the model.
+        component: query, key, query_key, value, attended_value or feed_forward.
+        path: dotted path of the module it sits at.
+        shape: (out, in) of its projection.
+        heads, key_heads: numbers of heads, where it has any.
+        cross: whether it belongs to cross-attention.
+    """
+
+    layer: int
+    component: Component
+    path: str
+    shape: tuple[int, int]
+    heads: int | None = None
+    key_heads: int | None = None
+    cross: bool = False
+    source: Layer = field(repr=False, kw_only=True)
+    projection: Projection | None = field(repr=False, kw_only=True, default=None)
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.component}"
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Every attention and feed-forward layer that a rule recognises, numbered by Transformer layer.
+
+    In the order of the model's definition, self-attention opens a layer; cross-attention and feed-forward join it.
+    """
+    from explicit_dropout import adapters
+
+    paths = {module: path for path, module in model.named_modules()}
+    order = {module: number for number, module in enumerate(paths)}
+    found: list[tuple[int, nn.Module, Described]] = []
+    for module in paths:
+        described = (rule_for(module) or adapters.describe)(module) or []
+        for item in described if isinstance(described, list) else [described]:
+            place, first = _place(item)
+            if isinstance(item, Attention) and not item.cross and CROSS_ATTENTION & set(paths[place].split(".")):
+                item = replace(item, cross=True, causal=False)
+            found.append((order[first], place, item))
+    layers, index, has_attention, has_feed_forward = [], -1, False, False
+    for _, place, item in sorted(found, key=lambda entry: entry[0]):
+        if isinstance(item, Attention):
+            if not item.cross or has_feed_forward or index < 0:
+                index, has_feed_forward = index + 1, False
+            has_attention = True
+        else:
+            if index < 0 or (has_feed_forward and not has_attention):
+                index += 1
+            has_feed_forward, has_attention = True, False
+        inner = item.layers if isinstance(item, FeedForward) else ()
+        layers.append(Layer(index, paths[place], item, tuple(paths[projection.module] for projection in inner)))
+    return layers
+
+
+def _place(item: Described) -> tuple[nn.Module, nn.Module]:
+    """The module that a description is of, and the one that gives it its place in the order of the model."""
+    if isinstance(item, Attention):
+        return item.module, item.query.module
+    if item.module is None and not item.layers:
+        raise InputError("rule", "a FeedForward with layers, or with a module and an obstacle", item)
+    first = item.layers[0].module if item.layers else item.module
+    return item.module or first, first  # type: ignore[return-value]
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """Every site of the model where a penalty can be attached, without attaching anything."""
+    return [site for layer in find_layers(model) for site in sites_of(layer)]
+
+
+def sites_of(layer: Layer) -> Iterator[Site]:
+    described = layer.described
+    if isinstance(described, FeedForward):
+        if described.obstacle:
+            yield Site(layer.index, "feed_forward", layer.path, (0, 0), source=layer)
+        for projection, path in zip(described.layers, layer.layer_paths, strict=True):
+            yield Site(layer.index, "feed_forward", path, projection.shape, source=layer, projection=projection)
+        return
+    projections = {
+        "query": described.query,
+        "key": described.key,
+        "query_key": described.query,
+        "value": described.value,
+        "attended_value": described.value,
+    }
+    for component, projection in projections.items():
+        yield Site(
+            layer.index,
+            component,  # type: ignore[arg-type]
+            layer.path,
+            projection.shape,
+            described.heads,
+            described.key_heads or described.heads,
+            described.cross,
+            source=layer,
+            projection=projection,
+        )
+
+
+def _attribute(module: nn.Module, dotted: str) -> Tensor | None:
+    value: Any = module
+    for name in dotted.split("."):
+        value = getattr(value, name, None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _adapter_deltas(module: nn.Module) -> Iterator[Tensor]:
+    """What active low-rank adapters add to the weight of a layer that peft has wrapped."""
+    delta = getattr(module, "get_delta_weight", None)
+    if delta is None or getattr(module, "merged", False) or getattr(module, "disable_adapters", False):
+        return
+    for name in getattr(module, "active_adapters", ()):
+        if name in getattr(module, "lora_A", {}):
+            yield delta(name)
