@@ -4,8 +4,8 @@ torch.set_num_threads(2)
 
 
 def _declare_torchvision_operators() -> None:
-    """timm imports torchvision, whose default wheel cannot load its operators beside a CPU build of torch and then fails
-    on import (and takes transformers and lightning with it). Declaring the two schemas it asks for is enough."""
+    """timm imports torchvision, whose default wheel cannot load its operators beside a CPU build of torch and then
+    fails on import (and takes transformers and lightning with it). Declaring the two schemas it asks for is enough."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):

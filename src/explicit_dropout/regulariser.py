@@ -361,8 +361,8 @@ def _check_exact(site: Site, noise: Noise, reading: str) -> None:
 def _no_forward(model: nn.Module) -> str:
     return (
         f"no training forward pass of {type(model).__name__} since the last call. Run the model in train mode and "
-        "with gradients, by calling it (not its forward method or a part of it), before calling the regulariser. If the "
-        "model was compiled and called before the regulariser was attached, compile it again: torch.compile ignores "
+        "with gradients, by calling it (not its forward method or a part of it), before calling the regulariser. If "
+        "the model was compiled and called before the regulariser was attached, compile it again: torch.compile ignores "
         "new hooks."
     )
 

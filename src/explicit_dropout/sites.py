@@ -99,8 +99,8 @@ class Pairs:
     """Which tokens are real and which query may see which key, in one call of an attention module.
 
     mask (*batch, token) and context_mask (*batch, context) mark real tokens; allowed broadcasts to
-    (*batch, heads, token, context); None is everything. All are True where something counts. bias is what the model adds
-    to the scores before the softmax, for where A has to be computed.
+    (*batch, heads, token, context); None is everything. All are True where something counts. bias is what the model
+    adds to the scores before the softmax, for where A has to be computed.
     """
 
     mask: Tensor | None = None

@@ -34,7 +34,7 @@ PADDING_ARGUMENTS = {"main": "attention_mask", "decoder": "decoder_attention_mas
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What one firing of a site adds: J summed over tokens is penalty + ½ v Σ_j columns_j ‖W_:j‖², where each is given."""
+    """What one firing of a site adds: J summed over tokens is penalty + ½ v Σ_j columns_j ‖W_:j‖², as far as given."""
 
     site: str
     penalty: Tensor | None
@@ -184,7 +184,7 @@ class Tap:
             raise CollectionError(
                 f"{self.path} runs without gradients inside a training forward pass, so its penalty would have none. "
                 "Reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False), in "
-                "transformers gradient_checkpointing_kwargs={'use_reentrant': False}. Or leave the layer out by layers=."
+                "transformers gradient_checkpointing_kwargs={'use_reentrant': False}. Or leave it out by layers=."
             )
         return False
 
@@ -206,8 +206,8 @@ class Tap:
             return None
         if mask.shape != x.shape[:-1]:
             raise CollectionError(
-                f"the model's {PADDING_ARGUMENTS[stream or self.stream]} of shape {tuple(mask.shape)} does not say which "
-                f"of the tokens {tuple(x.shape[:-1])} of {self.path} are real. Attach with padding=None to count all "
+                f"the {PADDING_ARGUMENTS[stream or self.stream]} of shape {tuple(mask.shape)} does not say which of "
+                f"the tokens {tuple(x.shape[:-1])} of {self.path} are real. Attach with padding=None to count all "
                 "tokens, or with padding=function(module path, x) → mask."
             )
         return mask
