@@ -180,12 +180,12 @@ CASES: dict[str, Case] = {
     "attended_value with heads": Case(
         "attended_value",
         {**X, "weight": (8, 6), "scores": (2, 4, 5, 5)},
-        _attended(heads=4, mask=PADDING, query_mask=PADDING),
+        _attended(heads=4, mask=PADDING, context_mask=PADDING),
     ),
     "attended_value with shared heads and output": Case(
         "attended_value",
         {**X, "weight": (4, 6), "value_bias": (4,), "scores": (2, 4, 3, 5)},
-        _attended(heads=4, key_heads=2, attended=True, query_mask=_lengths(3, 1, of=3)),
+        _attended(heads=4, key_heads=2, attended=True, mask=_lengths(3, 1, of=3)),
     ),
     "attention_weights": Case(
         "attention_weights", {"values": (2, 2, 5, 3), "scores": (2, 4, 4, 5)}, _attention_weights()
@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
     "attention_weights with padding": Case(
         "attention_weights",
         {"values": (2, 4, 5, 3), "scores": (2, 4, 4, 5)},
-        _attention_weights(mask=_lengths(4, 2, of=4)),
+        _attention_weights(mask=_lengths(4, 2, of=4), context_mask=PADDING),
     ),
     "conv 1d": Case("conv", {"x": (2, 4, 9), "weight": (6, 2, 3)}, _conv(groups=2, padding="same", dilation=2)),
     "conv 2d": Case("conv", {"x": (2, 3, 5, 6), "weight": (4, 3, 3, 2)}, _conv(stride=(2, 1), padding=(1, 0))),

@@ -83,3 +83,17 @@ def test_a_call_that_makes_no_sense_is_refused(arguments, argument):
     with pytest.raises(InputError) as caught:
         monte_carlo(site, bernoulli(0.2), samples, torch.ones(2, 3))
     assert caught.value.argument == argument
+
+
+def test_half_precision_is_drawn_in_float32():
+    estimate = monte_carlo("linear", bernoulli(0.2), 10, torch.ones(2, 3).bfloat16(), torch.ones(4, 3).bfloat16())
+    assert estimate.mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("noise", "tensors", "argument"), [(0.2, [torch.ones(2, 3)], "noise"), (bernoulli(0.2), [], "tensors")]
+)
+def test_a_call_without_noise_or_tensors_is_refused(noise, tensors, argument):
+    with pytest.raises(InputError) as caught:
+        monte_carlo("hidden", noise, 10, *tensors)
+    assert caught.value.argument == argument

@@ -173,5 +173,6 @@ def test_under_rotary_embeddings_the_paper_law_is_exact(site, options):
 
 
 def test_under_rotary_embeddings_a_variance_is_refused():
-    with pytest.raises(xd.InputError, match="variance 0"):
-        F.query(X, WQ, WK, xd.inverted(P), rotary=rotation)
+    for module in (F, reference):
+        with pytest.raises(xd.InputError, match="variance 0"):
+            module.query(X, WQ, WK, xd.inverted(P), rotary=rotation)

@@ -14,8 +14,10 @@ from explicit_dropout import functional as F
 settings.register_profile("steady", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("steady")
 
-SITES = ["linear", "feed_forward", "query", "key", "query_key", "attended_value", "attention_weights", "hidden",
-         "drop_path", "drop_head"]  # fmt: skip
+SITES = [
+    *("linear", "value", "feed_forward", "query", "key", "query_key", "attended_value", "attention_weights"),
+    *("hidden", "drop_path", "drop_head"),
+]
 SCORES = ["query", "key", "query_key"]
 
 rates = st.floats(0.01, 0.9)
@@ -48,20 +50,21 @@ class Layer:
             biases = {"query_bias": self.bq * scale_weights, "key_bias": self.bk * scale_weights}
             return getattr(F, site)(x, wq, wk, noise, heads=heads, mask=mask, **biases, **options)
         values = (x @ wv.mT).unflatten(-1, (heads, -1)).transpose(-2, -3)
-        queries, keys = ((x @ w.mT).unflatten(-1, (heads, -1)).transpose(-2, -3) for w in (self.wq, self.wk))
+        clean = x if mask is None else x.masked_fill(~mask[..., None], 0)  # attention as a model with masks has it
+        queries, keys = ((clean @ w.mT).unflatten(-1, (heads, -1)).transpose(-2, -3) for w in (self.wq, self.wk))
         scores = queries @ keys.mT
         if mask is not None:
             scores = scores.masked_fill(~mask[..., None, None, :], -torch.inf)
         attention = scores.softmax(-1)
         match site:
-            case "linear":
-                return F.linear(x, wv, noise, mask=mask, **options)
+            case "linear" | "value":
+                return getattr(F, site)(x, wv, noise, mask=mask, **options)
             case "feed_forward":
                 return F.feed_forward([x, (x @ self.wv.mT).relu()], [wv, wo], noise, mask=mask, **options)
             case "attended_value":
-                return F.attended_value(x, wv, attention, noise, heads=heads, mask=mask, query_mask=mask, **options)
+                return F.attended_value(x, wv, attention, noise, heads=heads, mask=mask, context_mask=mask, **options)
             case "attention_weights":
-                return F.attention_weights(attention, values, noise, mask=mask, **options)
+                return F.attention_weights(attention, values, noise, mask=mask, context_mask=mask, **options)
             case "hidden" | "drop_path":
                 return getattr(F, site)(scale_weights * x, noise, mask=mask, **options)
             case "drop_head":
@@ -132,7 +135,7 @@ def test_heads_add_up(site, seed, sizes, noise):
 def test_masked_tokens_have_no_effect_whatever_they_hold(site, seed, sizes, noise, junk):
     layer = Layer(seed, **sizes)
     alone = layer.call(site, noise)
-    padded = torch.cat((layer.x, torch.full_like(layer.x[:, :1], 1.0 if site not in SCORES else junk)), 1)
+    padded = torch.cat((layer.x, torch.full_like(layer.x[:, :1], junk)), 1)
     mask = torch.ones(padded.shape[:2], dtype=torch.bool)
     mask[:, -1] = False
     x = padded.requires_grad_()
@@ -142,7 +145,7 @@ def test_masked_tokens_have_no_effect_whatever_they_hold(site, seed, sizes, nois
 
 
 @pytest.mark.parametrize("junk", [1e3, torch.nan, torch.inf])
-@pytest.mark.parametrize("site", ["linear", "hidden", "drop_path", "drop_head", "query", "key", "query_key"])
+@pytest.mark.parametrize("site", SITES)
 def test_not_even_a_nan_in_the_padding_gets_through(site, junk):
     layer = Layer(0, batch=2, tokens=4, heads=2)
     mask = torch.tensor([[True, True, True, False], [True, False, False, False]])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import get_args
 
@@ -13,14 +14,15 @@ from torch import Tensor
 from explicit_dropout.errors import InputError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = sys.float_info.max
 
 
-def floating(**tensors: Tensor | None) -> torch.dtype:
-    """All are real floating-point tensors on one device (None passes). The dtype to sum in: float32 at least."""
+def floating(required: Mapping[str, Tensor], optional: Mapping[str, Tensor | None]) -> torch.dtype:
+    """All are real floating-point tensors on one device; optional ones may be None. The dtype to sum in."""
     working = torch.float32
     first: tuple[str, torch.device] | None = None
-    for name, tensor in tensors.items():
-        if tensor is None:
+    for name, tensor in (*required.items(), *optional.items()):
+        if tensor is None and name not in required:
             continue
         if not isinstance(tensor, Tensor):
             raise InputError(name, "a tensor", f"{type(tensor).__name__}")
@@ -110,12 +112,18 @@ def count(name: str, value: object) -> int:
 
 def number(name: str, value: object, expected: str, *, low: float = -math.inf, below: float = math.inf) -> float:
     """The value as a float of [low, below); never NaN, infinite or a truth value."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    # Comparisons alone: NaN fails them as well, and a compiler can follow them.
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise InputError(name, expected, repr(value))
-    converted = float(value)
-    if not low <= converted < below:
-        raise InputError(name, expected, value)
-    return converted
+    if not (-LARGEST <= value <= LARGEST and low <= value < below):  # type: ignore[operator]
+        raise InputError(name, expected, repr(value))
+    return float(value)
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(name, "True or False", repr(value))
+    return value
 
 
 def choice(name: str, value: object, options: object) -> None:

@@ -221,7 +221,7 @@ def attended_value(
     heads: int = 1,
     key_heads: int | None = None,
     mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
+    context_mask: Tensor | None = None,
     reduction: Reduction = "token",
     strength: float = 1.0,
 ) -> Tensor:
@@ -231,15 +231,15 @@ def attended_value(
     groups = key_heads or heads
 
     def penalty(sample: tuple[int, ...]) -> Tensor:
-        X, total = _real(x, mask, sample), x.new_zeros(())
+        X, total = _real(x, context_mask, sample), x.new_zeros(())
         for h in range(heads):
-            A = _real(attention[sample][h], query_mask, sample, of_sample=True)
-            A = A if mask is None else A[:, mask[sample]]
+            A = _real(attention[sample][h], mask, sample, of_sample=True)
+            A = A if context_mask is None else A[:, context_mask[sample]]
             W = value_weight.chunk(groups)[h * groups // heads]
             total = total + 0.5 * torch.trace(attended_second_moment(X, A.mT @ A, noise) @ (W.mT @ W))
         return total
 
-    return _reduce(penalty, (*x.shape[:-2], attention.shape[-2]), query_mask, reduction, strength)
+    return _reduce(penalty, (*x.shape[:-2], attention.shape[-2]), mask, reduction, strength)
 
 
 def attention_weights(
@@ -248,6 +248,7 @@ def attention_weights(
     noise: Noise,
     *,
     mask: Tensor | None = None,
+    context_mask: Tensor | None = None,
     reduction: Reduction = "token",
     strength: float = 1.0,
 ) -> Tensor:
@@ -257,10 +258,9 @@ def attention_weights(
     def penalty(sample: tuple[int, ...]) -> Tensor:
         total = attention.new_zeros(())
         for h in range(heads):
-            A, V = (
-                _real(attention[sample][h], mask, sample, of_sample=True),
-                values[sample][h * groups // heads],
-            )
+            A, V = _real(attention[sample][h], mask, sample, of_sample=True), values[sample][h * groups // heads]
+            if context_mask is not None:
+                A, V = A[:, context_mask[sample]], V[context_mask[sample]]
             total = total + 0.5 * torch.trace(second_moment(A, noise) @ V @ V.mT)
         return total
 
@@ -424,6 +424,8 @@ def _over_heads(
 
     Under rotary embeddings the noise has no variance, so the dropped sides simply shrink: scores before less after.
     """
+    if rotary is not None and noise.variance:
+        raise InputError("noise", "of variance 0 (such as paper(p)) under rotary embeddings", noise)
     source, source_mask = (x, mask) if context is None else (context, context_mask)
     groups, lead = key_heads or heads, x.shape[:-2]
     allowed = None
@@ -483,11 +485,11 @@ def _reduce(
 ) -> Tensor:
     lead = torch.Size(tokens[:-1])
     penalties = [strength * penalty(sample) for sample in itertools.product(*map(range, lead))]
-    stacked = torch.stack(penalties).reshape(lead)
+    stacked = torch.stack(penalties).reshape(lead) if penalties else torch.zeros(lead)
     if reduction == "none":
         return stacked
-    count = lead.numel() if reduction == "sample" else torch.Size(tokens).numel() if mask is None else mask.sum()
-    return stacked.sum() / count
+    counted = torch.Size(tokens).numel() if mask is None else int(mask.sum())
+    return stacked.sum() / max(lead.numel() if reduction == "sample" else counted, 1)
 
 
 def _tuple(size: int | tuple[int, ...], rank: int) -> tuple[int, ...]:

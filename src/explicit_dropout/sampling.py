@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,8 +61,19 @@ def monte_carlo(
     checks.count("chunk", chunk)
     checks.choice("reduction", reduction, Reduction)
     strength = checks.number("strength", strength, "a finite number ≥ 0", low=0)
-    first = tensors[0] if isinstance(tensors[0], Tensor) else tensors[0][0]
-    dtype = torch.promote_types(first.dtype, torch.float32)
+    if not isinstance(noise, Noise):
+        raise InputError("noise", "a Noise: bernoulli(p), inverted(p) or gaussian(std)", repr(noise))
+    given = [t for group in tensors for t in ([group] if isinstance(group, Tensor) else group)]
+    given += [value for value in options.values() if isinstance(value, Tensor) and value.is_floating_point()]
+    if not given:
+        raise InputError("tensors", f"those that functional.{site} takes", "none")
+    first = given[0]
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in given), torch.float32)
+    tensors = tuple(g.to(dtype) if isinstance(g, Tensor) else [t.to(dtype) for t in g] for g in tensors)
+    options = {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in options.items()
+    }
     penalties = []
     with torch.no_grad():
         for start in range(0, samples, chunk):
@@ -88,6 +100,10 @@ def _energy(change: Tensor, mask: Tensor | None, *, axes: int, tokens: int | Non
 
 def _zeroed(output: Tensor, mask: Tensor | None) -> Tensor:
     return output if mask is None else torch.where(mask[..., None], output, 0)
+
+
+def _columns_zeroed(attention: Tensor, mask: Tensor | None) -> Tensor:
+    return attention if mask is None else torch.where(mask[..., None, None, :], attention, 0)
 
 
 def _linear(
@@ -156,10 +172,11 @@ def _scores(
         k = torch.unflatten(F.linear(key_input, key_weight, key_bias), -1, (groups, -1)).transpose(-2, -3)
         return torch.where(allowed, scale * q @ k.repeat_interleave(heads // groups, -3).mT, 0)
 
-    masks = draw(*x.shape)
-    query_input = x * masks if "query" in dropped else x
-    key_masks = masks if shared_mask else draw(*source.shape)
-    key_input = source * key_masks if "key" in dropped else source
+    masks = draw(*x.shape) if "query" in dropped else None
+    query_input = x if masks is None else x * masks
+    key_input = source
+    if "key" in dropped:
+        key_input = source * (masks if shared_mask and masks is not None else draw(*source.shape))
     return _energy(scores(x, source) - scores(query_input, key_input), mask, axes=3)
 
 
@@ -186,19 +203,29 @@ def _attended_value(
     heads: int = 1,
     key_heads: int | None = None,
     mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
+    context_mask: Tensor | None = None,
 ) -> Energy:
-    x, groups = _zeroed(x, mask), key_heads or heads
+    x, groups = _zeroed(x, context_mask), key_heads or heads
+    attention = _columns_zeroed(attention, context_mask)
 
     def output(tokens: Tensor) -> Tensor:
         values = torch.unflatten(F.linear(tokens, value_weight, value_bias), -1, (groups, -1)).transpose(-2, -3)
         return attention @ values.repeat_interleave(heads // groups, -3)
 
     change = output(x) - output(x * draw(*x.shape))
-    return _energy(_zeroed(change, None if query_mask is None else query_mask[..., None, :]), query_mask, axes=3)
+    return _energy(_zeroed(change, None if mask is None else mask[..., None, :]), mask, axes=3)
 
 
-def _attention_weights(draw: Draw, attention: Tensor, values: Tensor, *, mask: Tensor | None = None) -> Energy:
+def _attention_weights(
+    draw: Draw,
+    attention: Tensor,
+    values: Tensor,
+    *,
+    mask: Tensor | None = None,
+    context_mask: Tensor | None = None,
+) -> Energy:
+    attention = _columns_zeroed(attention, context_mask)
+    values = _zeroed(values, None if context_mask is None else context_mask[..., None, :])
     values = values.repeat_interleave(attention.shape[-3] // values.shape[-3], -3)
     change = attention @ values - (attention * draw(*attention.shape)) @ values
     return _energy(_zeroed(change, None if mask is None else mask[..., None, :]), mask, axes=3)

@@ -36,8 +36,8 @@ def attended_value(
     attended: Float[Tensor, "*batch token attended_out"] | None = None,
     heads: int = 1,
     key_heads: int | None = None,
-    mask: Bool[Tensor, "*batch context"] | None = None,
-    query_mask: Bool[Tensor, "*batch token"] | None = None,
+    mask: Bool[Tensor, "*batch token"] | None = None,
+    context_mask: Bool[Tensor, "*batch context"] | None = None,
     reduction: Reduction = "token",
     strength: float = 1.0,
 ) -> Float[Tensor, "*reduced"]:
@@ -51,17 +51,18 @@ def attended_value(
         attended: the attention's own output before the output projection, heads side by side, if the forward pass has
             it. It contains `value_bias` once for every token, since rows of A sum to one.
         heads, key_heads: numbers of attention heads and of value heads.
-        mask: real tokens of x. query_mask: real rows of A; needed with `mask`, the same one in self-attention.
+        mask, context_mask: real rows of A and real tokens of x; in self-attention, the same tensor for both.
     """
-    checks.floating(x=x, value_weight=value_weight, attention=attention, attended=attended, value_bias=value_bias)
+    optional = {"attention": attention, "attended": attended, "value_bias": value_bias}
+    checks.floating({"x": x, "value_weight": value_weight}, optional)
     checks.tokens("x", x)
     lead, context = x.shape[:-2], x.shape[-2]
     groups, shared, width = _value_heads(x, value_weight, value_bias, heads, key_heads)
     checks.shaped("attention", attention, (*lead, heads, None, context), "(*batch, heads, token, context)")
     checks.shaped("attended", attended, (*lead, None, heads * width), "(*batch, token, heads · head width)")
-    checks.boolean("mask", mask, (*lead, context), "(*batch, context)", x.device)
-    if mask is not None and query_mask is None:
-        raise InputError("query_mask", "given beside `mask` (in self-attention: the same tensor)", None)
+    checks.boolean("context_mask", context_mask, (*lead, context), "(*batch, context)", x.device)
+    if context_mask is not None and mask is None:
+        raise InputError("mask", "given beside `context_mask` (in self-attention: the same tensor)", None)
     measured = attended if attended is not None else attention
     if measured is None:
         raise InputError("attention", "given, or `attended` in its place", None)
@@ -70,12 +71,14 @@ def attended_value(
         raise InputError("attended", f"of {attention.shape[-2]} tokens, the rows of attention", f"{rows} tokens")
 
     batch = Batch.of(
-        x, noise, reduction, strength, query_mask, tokens=(*lead, rows), mask_name="query_mask",
-        value_weight=value_weight, attention=attention, attended=attended, value_bias=value_bias,
+        x, noise, reduction, strength, mask,
+        required={"value_weight": value_weight}, tokens=(*lead, rows), **optional,
     )  # fmt: skip
     if attention is None and noise.variance:
         raise InputError("attention", f"given under {noise}: the squares of its columns enter", None)
-    tokens = rows_zeroed(batch.flat(x), flat_mask(mask, batch.size))
+    columns_real = flat_mask(context_mask, batch.size)
+    tokens = rows_zeroed(batch.flat(x), columns_real)
+    weights = None if attention is None else _grouped(attention, batch, groups, columns_real)
     energy = batch.zero()
     if coherent_part_needed(noise):
         if attended is not None:
@@ -83,10 +86,10 @@ def attended_value(
             clean = batch.tokens(attended, less=None if bias is None else bias.flatten())
         else:
             values = torch.unflatten(tokens @ batch.cast(value_weight).mT, -1, (groups, width)).transpose(1, 2)
-            clean = _grouped(attention, batch, groups) @ values
+            clean = _given(weights) @ values
         energy = energy + noise.mean**2 * per_sample(clean.square())
     if noise.variance:
-        columns = _grouped(attention, batch, groups).square().sum(2)
+        columns = _given(weights).square().sum(2)
         norms = torch.unflatten(batch.cast(value_weight), 0, (groups, width)).square().sum(1)
         token_energy = tokens.square() @ norms.mT
         energy = energy + noise.variance * per_sample(columns.mT * token_energy)
@@ -100,6 +103,7 @@ def attention_weights(
     noise: Noise,
     *,
     mask: Bool[Tensor, "*batch token"] | None = None,
+    context_mask: Bool[Tensor, "*batch context"] | None = None,
     reduction: Reduction = "token",
     strength: float = 1.0,
 ) -> Float[Tensor, "*reduced"]:
@@ -107,9 +111,9 @@ def attention_weights(
 
     Args:
         values: the values of each head, biases included.
-        mask: real rows of A. Columns need none: the attention to a padded key is zero.
+        mask, context_mask: real rows of A and real keys.
     """
-    checks.floating(attention=attention, values=values)
+    checks.floating({"attention": attention, "values": values}, {})
     if attention.ndim < 3:
         raise InputError("attention", "of shape (*batch, heads, token, context)", f"shape {tuple(attention.shape)}")
     lead, (heads, rows, context) = attention.shape[:-3], attention.shape[-3:]
@@ -117,9 +121,11 @@ def attention_weights(
     groups = values.shape[-3]
     if not groups or heads % groups:
         raise InputError("values", f"of a number of heads that divides the {heads} of attention", f"{groups} heads")
-    batch = Batch.of(attention, noise, reduction, strength, mask, tokens=(*lead, rows), values=values)
-    weights = _grouped(attention, batch, groups)
-    by_group = batch.flat(values, 3)
+    batch = Batch.of(attention, noise, reduction, strength, mask, required={"values": values}, tokens=(*lead, rows))
+    checks.boolean("context_mask", context_mask, (*lead, context), "(*batch, context)", attention.device)
+    columns_real = flat_mask(context_mask, batch.size)
+    weights = _grouped(attention, batch, groups, columns_real)
+    by_group = rows_zeroed(batch.flat(values, 3), None if columns_real is None else columns_real[:, None])
     energy = batch.zero()
     if coherent_part_needed(noise):
         energy = energy + noise.mean**2 * per_sample((weights @ by_group).square())
@@ -149,7 +155,7 @@ def drop_head(
         weight: the output projection, W_h its columns of head h.
         bias, output: of the output projection, as in `linear`.
     """
-    batch = Batch.of(x, noise, reduction, strength, mask, weight=weight, bias=bias, output=output)
+    batch = Batch.of(x, noise, reduction, strength, mask, required={"weight": weight}, bias=bias, output=output)
     check_linear(x, weight, bias, output)
     checks.count("heads", heads)
     if x.shape[-1] % heads:
@@ -183,10 +189,16 @@ def _value_heads(
     return groups, heads // groups, out // groups
 
 
-def _grouped(attention: Tensor | None, batch: Batch, groups: int) -> Tensor:
+def _grouped(attention: Tensor, batch: Batch, groups: int, columns_real: Tensor | None) -> Tensor:
     """The attention weights as (batch, value head, its rows in all of its query heads, context), padding zeroed."""
-    if attention is None:
-        raise InputError("attention", "given", None)
     weights = rows_zeroed(batch.flat(attention, 3), None if batch.mask is None else batch.mask[:, None])
+    if columns_real is not None:
+        weights = weights.masked_fill(~columns_real[:, None, None], 0)
     heads, rows, context = weights.shape[1:]
     return weights.reshape(batch.size, groups, heads // groups * rows, context)
+
+
+def _given(weights: Tensor | None) -> Tensor:
+    if weights is None:
+        raise InputError("attention", "given", None)
+    return weights

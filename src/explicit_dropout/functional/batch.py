@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Literal, ParamSpec
@@ -46,20 +46,20 @@ class Batch:
         strength: float,
         mask: Tensor | None,
         *,
+        required: Mapping[str, Tensor] | None = None,
         tokens: Sequence[int] | None = None,
-        mask_name: str = "mask",
-        **tensors: Tensor | None,
+        **optional: Tensor | None,
     ) -> Batch:
         """Check what all forms take alike. `tokens` is (*batch, token) of the output where it is not that of x."""
         if not isinstance(noise, Noise):
             raise InputError("noise", "a Noise: paper(p), bernoulli(p), inverted(p) or gaussian(std)", repr(noise))
         checks.choice("reduction", reduction, Reduction)
         strength = checks.number("strength", strength, "a finite number ≥ 0", low=0)
-        dtype = checks.floating(x=x, **tensors)
+        dtype = checks.floating({"x": x, **(required or {})}, optional)
         if tokens is None:
             checks.tokens("x", x)
         shape = torch.Size(x.shape[:-1] if tokens is None else tokens)
-        checks.boolean(mask_name, mask, shape, "(*batch, token)", x.device)
+        checks.boolean("mask", mask, shape, "(*batch, token)", x.device)
         counted: int | Tensor = shape.numel() if mask is None else mask.sum()
         flat = flat_mask(mask, shape[:-1].numel())
         return cls(shape[:-1], flat, counted, dtype, x.device, reduction, strength)
@@ -115,11 +115,10 @@ def outside_autocast(form: Callable[_Arguments, Tensor]) -> Callable[_Arguments,
 
     @wraps(form)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Tensor:
-        devices = {value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
-        for device in devices:
-            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                with torch.autocast(device, enabled=False):
-                    return form(*args, **kwargs)
-        return form(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(x, Tensor) or x.device.type == "meta":  # refused later, or computed for its shape alone
+            return form(*args, **kwargs)
+        with torch.autocast(x.device.type, enabled=False):
+            return form(*args, **kwargs)
 
     return wrapped

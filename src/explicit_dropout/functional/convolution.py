@@ -53,7 +53,7 @@ def conv(
         mask: real positions of the input map, the others are taken as zero.
         bias, output: of the layer, as in `linear`; no output beside a mask.
     """
-    dtype = checks.floating(x=x, weight=weight, bias=bias, output=output)
+    dtype = checks.floating({"x": x, "weight": weight}, {"bias": bias, "output": output})
     dimensions = weight.ndim - 2
     if dimensions not in _CONVOLUTIONS:
         raise InputError("weight", "of shape (out, in / groups, *kernel), 1 to 3 sizes", f"shape {tuple(weight.shape)}")
@@ -75,13 +75,7 @@ def conv(
         raise InputError("output", "None beside a `mask`: windows reach over the edge of the padding", "a tensor")
 
     def convolve(maps: Tensor, kernel: Tensor, groups: int) -> Tensor:
-        convolution = _CONVOLUTIONS[dimensions]
-        try:
-            return convolution(maps, kernel, None, stride, padding, dilation, groups)
-        except (RuntimeError, ValueError, TypeError, ZeroDivisionError) as error:
-            options = f"stride={stride}, padding={padding!r}, dilation={dilation}"
-            shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
-            raise InputError("stride, padding, dilation", f"such that {shapes} convolve", options) from error
+        return _CONVOLUTIONS[dimensions](maps, kernel, None, stride, padding, dilation, groups)
 
     size = lead.numel()
     maps = x.to(dtype).reshape(size, channels, *space)
@@ -90,16 +84,19 @@ def conv(
         real = mask.reshape(size, 1, *space)
         maps = maps.masked_fill(~real, 0)
     ones = torch.ones((1, 1, *weight.shape[2:]), dtype=dtype, device=x.device)
-    shape_probe = torch.zeros((1, 1, *space), dtype=dtype, device="meta")
-    positions = convolve(shape_probe, ones.to("meta"), 1).shape[2:]
+    try:  # a dry run: shapes alone
+        dry = torch.empty((1, 1, *space), dtype=dtype, device="meta")
+        positions = convolve(dry, ones.to("meta"), 1).shape[2:]
+    except (RuntimeError, ValueError, TypeError, ZeroDivisionError) as error:
+        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        geometry = f"stride={stride}, padding={padding!r}, dilation={dilation}"
+        raise InputError("stride, padding, dilation", f"such that {shapes} convolve", geometry) from error
     counted = None
     if real is not None:
         counted = (convolve(real.to(dtype), ones, 1) > 0).reshape(*lead, positions.numel())
     checks.shaped("output", output, (*lead, weight.shape[0], *positions), "(*batch, out, *out_space)")
-    batch = Batch.of(
-        x, noise, reduction, strength, counted, tokens=(*lead, positions.numel()),
-        weight=weight, bias=bias, output=output,
-    )  # fmt: skip
+    tokens = (*lead, positions.numel())
+    batch = Batch.of(x, noise, reduction, strength, counted, required={"weight": weight}, tokens=tokens)
     energy = batch.zero()
     if coherent_part_needed(noise):
         if output is None:

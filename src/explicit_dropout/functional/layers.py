@@ -43,7 +43,7 @@ def linear(
         output: the layer's own output x Wᵀ + b, if the forward pass has it; saves computing it again.
         bias: the layer's bias. It takes no part in the penalty and is only taken off `output`.
     """
-    batch = Batch.of(x, noise, reduction, strength, mask, weight=weight, bias=bias, output=output)
+    batch = Batch.of(x, noise, reduction, strength, mask, required={"weight": weight}, bias=bias, output=output)
     check_linear(x, weight, bias, output)
     x, weight = batch.tokens(x), batch.cast(weight)
     energy = batch.zero()
@@ -92,25 +92,27 @@ def feed_forward(
         inputs: the input of each layer, x and σ(x W₁ᵀ) for the usual two; x, x and the gated product for a GLU.
         weights, biases, outputs: of each layer, in the same order.
     """
+    if not isinstance(inputs, list | tuple):
+        raise InputError("inputs", "a list or tuple with the input of each layer", type(inputs).__name__)
     layers = len(inputs)
     for name, sequence in (("weights", weights), ("biases", biases), ("outputs", outputs)):
         if sequence is not None and len(sequence) != layers:
             raise InputError(name, f"one for each of the {layers} `inputs`", f"{len(sequence)} of them")
     if not layers:
         raise InputError("inputs", "at least one layer's input", "none")
-    terms = [
-        linear(
-            x,
-            weights[layer],
-            noise,
-            bias=None if biases is None else biases[layer],
-            output=None if outputs is None else outputs[layer],
-            mask=mask,
-            reduction=reduction,
-            strength=strength,
-        )
-        for layer, x in enumerate(inputs)
-    ]
+    terms = []
+    for layer, x in enumerate(inputs):
+        options: LinearOptions = {
+            "bias": None if biases is None else biases[layer],
+            "output": None if outputs is None else outputs[layer],
+            "mask": mask,
+            "reduction": reduction,
+            "strength": strength,
+        }
+        try:
+            terms.append(linear(x, weights[layer], noise, **options))
+        except InputError as error:
+            raise InputError(f"{error.argument} of layer {layer}", error.expected, error.given) from error
     return torch.stack(terms).sum(0)
 
 

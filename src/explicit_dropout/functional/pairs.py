@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from explicit_dropout.functional.batch import per_sample
+
 TILE_ELEMENTS = 2**22
 """How many scores of a tile are alive at once, over batch and heads, when a mask forces tiles."""
 
@@ -52,16 +54,16 @@ class AllPairs:
     """Every query meets every key."""
 
     def energy(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return _per_sample(_gram(queries) * _gram(keys))
+        return per_sample(_gram(queries) * _gram(keys))
 
     def spread(self, squares: Tensor, weight: Tensor, others: Tensor) -> Tensor:
-        return _per_sample(_gram(others) * _weight_gram(weight, squares.sum(-2)))
+        return per_sample(_gram(others) * _weight_gram(weight, squares.sum(-2)))
 
     def joint_spread(
         self, query_squares: Tensor, query_weight: Tensor, key_squares: Tensor, key_weight: Tensor
     ) -> Tensor:
         query_gram = _weight_gram(query_weight, query_squares.sum(-2))
-        return _per_sample(query_gram * _weight_gram(key_weight, key_squares.sum(-2)))
+        return per_sample(query_gram * _weight_gram(key_weight, key_squares.sum(-2)))
 
     def diagonal(self) -> Tensor | None:
         return None
@@ -93,7 +95,7 @@ class _SomePairs(ABC):
         squared_products = (query_weight.mT @ key_weight).square()
         if reached.shape[1:3] == (1, 1):
             squared_products = squared_products.sum((0, 1), keepdim=True)
-        return _per_sample((reached @ squared_products) * key_squares[:, None, None])
+        return per_sample((reached @ squared_products) * key_squares[:, None, None])
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class CausalPairs(_SomePairs):
         tile = max(16, queries.shape[-1])
         queries, keys = _blocks(queries, tile), _blocks(keys, tile)
         earlier = _gram(keys).cumsum(-3)[..., :-1, :, :]
-        across = _per_sample(_gram(queries[..., 1:, :, :]) * earlier)
-        return across + _per_sample((queries @ keys.mT).tril().square())
+        across = per_sample(_gram(queries[..., 1:, :, :]) * earlier)
+        return across + per_sample((queries @ keys.mT).tril().square())
 
     def reach(self, squares: Tensor) -> Tensor:
         summed = squares.cumsum(-2) if self.flipped else squares.flip(-2).cumsum(-2).flip(-2)
@@ -149,6 +151,8 @@ class MaskedPairs(_SomePairs):
             _recomputed(_tile_reach, pairs._tile(start, rows), inputs)
             for start in range(0, pairs.allowed.shape[-2], rows)
         ]
+        if not tiles:
+            return squares.new_zeros(*squares.shape[:1], *self.allowed.shape[1:3], 0, squares.shape[-1])
         return torch.cat(tiles, -2)
 
     def diagonal(self) -> Tensor | None:
@@ -182,7 +186,7 @@ def _recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def _tile_energy(queries: Tensor, keys: Tensor, allowed: Tensor) -> Tensor:
-    return _per_sample((queries @ keys.mT).masked_fill(~allowed, 0).square())
+    return per_sample((queries @ keys.mT).masked_fill(~allowed, 0).square())
 
 
 def _tile_reach(allowed: Tensor, squares: Tensor) -> Tensor:
@@ -190,7 +194,7 @@ def _tile_reach(allowed: Tensor, squares: Tensor) -> Tensor:
 
 
 def _weighted_energy(others: Tensor, weight: Tensor, squares: Tensor) -> Tensor:
-    return _per_sample((others @ weight).square() * squares)
+    return per_sample((others @ weight).square() * squares)
 
 
 def _tile_rows(row_elements: int) -> int:
@@ -198,10 +202,14 @@ def _tile_rows(row_elements: int) -> int:
 
 
 def _blocks(tokens: Tensor, size: int) -> Tensor:
-    """(…, token, e) as (…, block, size, e), filled up with zeros."""
-    missing = -tokens.shape[-2] % size
-    padded = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
-    return torch.unflatten(padded, -2, (padded.shape[-2] // size, size))
+    """(…, token, e) as (…, block, size, e), filled up with zeros and with one block more.
+
+    The spare block changes no sum. With it there are always two blocks and something to pad, so that one compiled graph
+    serves every number of tokens.
+    """
+    blocks = -(-tokens.shape[-2] // size) + 1
+    padded = torch.nn.functional.pad(tokens, (0, 0, 0, blocks * size - tokens.shape[-2]))
+    return torch.unflatten(padded, -2, (blocks, size))
 
 
 def _gram(tokens: Tensor) -> Tensor:
@@ -215,7 +223,3 @@ def _weight_gram(weight: Tensor, squares: Tensor) -> Tensor:
         return (weight * squares[:, None, None, None]) @ weight.mT
     products = weight[..., :, None, :] * weight[..., None, :, :]
     return torch.unflatten((squares @ products.flatten(0, -2).mT), -1, products.shape[:-1])
-
-
-def _per_sample(values: Tensor) -> Tensor:
-    return values.flatten(1).sum(1)

@@ -39,7 +39,8 @@ class ScoreOptions(TypedDict, total=False):
     scale: factor on the scores; 1 as in the paper, 1/√(head width) as in most models.
     mask, context_mask: real tokens of x and of the context, (*batch, token) and (*batch, context). Without a context
         they are the same.
-    attention_mask: boolean, broadcastable to (*batch, heads, token, context), True where a query may see a key.
+    attention_mask: boolean, broadcastable to (*batch, heads, token, context), True where a query may see a key. A mask
+        for each sample needs an axis of size 1 for the heads.
     causal: a query sees the keys up to its own position only.
     rotary: what turns projected heads, (batch, key head, query head, token, width), by position before scoring; linear.
         Laws with a variance are refused with it: the incoherent part would depend on how far apart tokens are.
@@ -99,11 +100,10 @@ def key(
 
 def _one_sided(dropped: _Side, other: _Side, pairs: Pairs, noise: Noise) -> Tensor:
     """μ² Σ (d̂_i · o_j)² + v Σ o_jᵀ W diag(x_i²) Wᵀ o_j over the pairs (i dropped, j other)."""
-    _, others = other.projected()
+    others = other.full()
     energy = dropped.x.new_zeros(dropped.x.shape[0])
     if coherent_part_needed(noise):
-        bare, _ = dropped.projected()
-        energy = energy + noise.mean**2 * pairs.energy(bare, others)
+        energy = energy + noise.mean**2 * pairs.energy(dropped.bare(), others)
     if noise.variance:
         energy = energy + noise.variance * pairs.spread(dropped.x.square(), dropped.weight, others)
     return energy
@@ -131,11 +131,12 @@ def query_key(
         options: see `ScoreOptions`.
     """
     scores = _Scores.of(x, query_weight, key_weight, noise, **options)
+    checks.flag("shared_mask", shared_mask)
     if shared_mask and options.get("context") is not None:
         raise InputError("shared_mask", "False in cross-attention: queries and keys have inputs of their own", True)
     mean, variance, pairs = noise.mean, noise.variance, scores.pairs
-    bare_queries, queries = scores.query.projected()
-    bare_keys, keys = scores.key.projected()
+    bare_queries, queries = scores.query.bare(), scores.query.full()
+    bare_keys, keys = scores.key.bare(), scores.key.full()
     shrunk_queries, shrunk_keys = queries - mean * bare_queries, keys - mean * bare_keys
     energy = scores.batch.zero()
     if coherent_part_needed(noise):
@@ -167,7 +168,8 @@ def _shared_mask_correction(scores: _Scores, noise: Noise) -> Tensor:
     counted = scores.pairs.diagonal()
     counted = x.new_ones(1, 1, 1, 1, dtype=torch.bool) if counted is None else counted
     query, key = scores.query, scores.key
-    per_head = heads_of(*query.projected(), *key.projected(), query.weight[None], key.weight[None], counted)
+    projections = query.bare(), query.full(), key.bare(), key.full()
+    per_head = heads_of(*projections, query.weight[None], key.weight[None], counted)
     for bare_q, q, bare_k, k, query_weight, key_weight, count in per_head:
         shrunk_q, shrunk_k = q - mean * bare_q, k - mean * bare_k
         deviation = mean * (bare_q * k + shrunk_q * bare_k).sum(-1)
@@ -201,19 +203,34 @@ class _Side:
     mask: Tensor | None
     rotary: Callable[[Tensor], Tensor] | None
 
-    def projected(self) -> tuple[Tensor, Tensor]:
-        """Without and with bias: Q̂ and Q, or K̂ and K, (batch, group, query or 1, token, e)."""
-        groups, queries, width, _ = self.weight.shape
-        bias = None if self.bias is None else self.bias.to(self.x.dtype).reshape(groups, queries, 1, width)
+    def bare(self) -> Tensor:
+        """Without bias: Q̂ or K̂, (batch, group, query or 1, token, e)."""
         if self.given is None:
-            bare = self._by_head(self.x @ self.weight.flatten(0, 2).mT)
-            full = bare if bias is None else self._zeroed(bare + bias)
-        else:
-            full = self._zeroed(self._by_head(self.given.to(self.x.dtype)))
-            bare = full if bias is None else self._zeroed(full - bias)
-        if self.rotary is not None:
-            return self.rotary(bare), self.rotary(full)
-        return bare, full
+            return self._turned(self._by_head(self.x @ self.weight.flatten(0, 2).mT))
+        heads = self._by_head(self.given.to(self.x.dtype))
+        return self._turned(self._zeroed(heads if self.bias is None else heads - self._shift(self.bias)))
+
+    def full(self) -> Tensor:
+        """With bias: Q or K."""
+        if self.given is not None:
+            return self._turned(self._zeroed(self._by_head(self.given.to(self.x.dtype))))
+        if self.bias is None:
+            return self.bare()
+        heads = self._by_head(self.x @ self.weight.flatten(0, 2).mT)
+        return self._turned(self._zeroed(heads + self._shift(self.bias)))
+
+    def _shift(self, bias: Tensor) -> Tensor:
+        groups, queries, width, _ = self.weight.shape
+        return bias.to(self.x.dtype).reshape(groups, queries, 1, width)
+
+    def _turned(self, heads: Tensor) -> Tensor:
+        if self.rotary is None:
+            return heads
+        turned = self.rotary(heads)
+        if not isinstance(turned, Tensor) or turned.shape != heads.shape:
+            given = tuple(turned.shape) if isinstance(turned, Tensor) else type(turned).__name__
+            raise InputError("rotary", f"a function that keeps the shape {tuple(heads.shape)} of heads", given)
+        return turned.to(heads.dtype)
 
     def _by_head(self, projections: Tensor) -> Tensor:
         return projections.reshape(*self.x.shape[:2], *self.weight.shape[:3]).permute(0, 2, 3, 1, 4)
@@ -257,7 +274,7 @@ class _Scores:
         strength: float = 1.0,
     ) -> _Scores:
         batch = Batch.of(
-            x, noise, reduction, strength, mask, query_weight=query_weight, key_weight=key_weight,
+            x, noise, reduction, strength, mask, required={"query_weight": query_weight, "key_weight": key_weight},
             query_bias=query_bias, key_bias=key_bias, context=context, queries=queries, keys=keys,
         )  # fmt: skip
         if context is None and context_mask is not None:
@@ -275,9 +292,12 @@ class _Scores:
         groups, shared, width = checks.heads(out, key_out, heads, key_heads)
         grid = torch.Size((*x.shape[:-2], heads, x.shape[-2], source.shape[-2]))
         checks.broadcastable("attention_mask", attention_mask, grid, "(*batch, heads, token, context)", x.device)
+        checks.flag("causal", causal)
         if causal and x.shape[-2] != source.shape[-2]:
             numbers = f"{x.shape[-2]} queries and {source.shape[-2]} keys"
             raise InputError("causal", "False where queries and keys differ in number; use attention_mask", numbers)
+        if rotary is not None and not callable(rotary):
+            raise InputError("rotary", "a function of projected heads", repr(rotary))
         if rotary is not None and noise.variance:
             raise InputError("noise", "of variance 0 (such as paper(p)) under rotary embeddings", noise)
         pairs: Pairs = CausalPairs() if causal else AllPairs()
