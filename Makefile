@@ -10,13 +10,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev]'
 	@touch $@
 
-demo: $(VENV)/.installed  ## train on real digits, check every closed form against Monte Carlo, write a report
+# the model libraries that the tests attach to
+$(VENV)/.families: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev,families]'
+	@touch $@
+
+demo: $(VENV)/.installed  ## train on real digits, check the closed forms of its layers against Monte Carlo, write a report
 	$(RUN) examples/digits.py
 
-test: $(VENV)/.installed lint  ## lint, types and all tests
-	$(RUN) -m pytest
+test: $(VENV)/.families lint  ## lint, types and all tests
+	$(RUN) -m pytest --numprocesses 2 --dist worksteal
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.families
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy

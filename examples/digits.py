@@ -1,4 +1,4 @@
-"""Train a small vision Transformer on real handwritten digits, with and without dice, then check every closed form.
+"""Train a small vision Transformer on real handwritten digits, with and without dice, then check its closed forms.
 
     python examples/digits.py            # about a minute on two cores; ends with a report
 
@@ -154,7 +154,7 @@ def main() -> None:
             f"{TRAINING_IMAGES} training images, {STEPS} steps, λ = {STRENGTH} (mean over tokens), "
             f"mean ± standard deviation over {SEEDS} seeds, torch {torch.__version__}.\n",
             *lines,
-            "\n## Every closed form against drawn masks\n",
+            "\n## Closed forms against drawn masks\n",
             f"The last model, 4 images, `bernoulli({RATE})`, 2000 masks. *errors*: distance in standard errors. "
             f"*paper*: the same penalty with the paper's moments.\n",
             "| layer | site | closed form | Monte Carlo | errors | paper |",

@@ -1,6 +1,6 @@
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tensors are tiny, and tests run in processes side by side
 
 
 def _declare_torchvision_operators() -> None:

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from explicit_dropout.errors import CollectionError, InputError, UnmatchedModelError, UnsupportedSiteError
+from explicit_dropout.attaching import Plan
+from explicit_dropout.collector import MOST_FORWARDS, Collector, Term
+from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.noise import Noise
-from explicit_dropout.sites import COMPONENTS, Attention, Component, Dropout, Layer, Site, find_layers, sites_of
-from explicit_dropout.strengths import Schedule, Strength, by_layer
-from explicit_dropout.taps import (
-    AttentionHook,
-    CallHook,
-    Collector,
-    InputHook,
-    LinearHook,
-    Padding,
-    RootAfter,
-    RootBefore,
-    RootHook,
-    SeenHook,
-    Tap,
-    Term,
+from explicit_dropout.refusals import (
+    check_components,
+    check_exact,
+    check_state,
+    chosen_layers,
+    no_forward,
+    refuse_second,
+    refuse_sharded,
+    silent_sites,
+    unmatched,
 )
+from explicit_dropout.sites import COMPONENTS, Dropout, Layer, Site, find_layers, sites_of
+from explicit_dropout.strengths import Schedule, Strength, by_layer
+from explicit_dropout.table import table
+from explicit_dropout.taps import Padding, Tap, projection_of
 from explicit_dropout.weights import column_norms, is_sharded, mean_over_ranks
 
-MOST_FORWARDS = 64
-"""Forward passes that may wait for a call of the regulariser; more are a loop that forgot to call it."""
+__all__ = ["MOST_FORWARDS", "ExplicitDropout"]
 
 
 class ExplicitDropout:
@@ -51,7 +52,11 @@ class ExplicitDropout:
         padding: "auto" takes `attention_mask` (and `decoder_attention_mask`) of the model's call as real tokens; None
             counts all tokens; a function of (module path, x) returns the mask.
         disable_dropout: switch off the model's stochastic dropout at the sites that are regularised, until `remove`.
+            Copies of the model that are made or saved meanwhile have it off, too.
         require_all: raise if a site does not fire between two calls; False for models that skip layers at random.
+
+    A model that is compiled, sharded or wrapped for several processes may be attached to before or after that, as long
+    as it has not been called compiled yet.
     """
 
     def __init__(
@@ -82,79 +87,61 @@ class ExplicitDropout:
             raise InputError("reading", "'model' or 'paper'", repr(reading))
         if reduction not in (None, "token", "sample"):
             raise InputError("reduction", "'token' or 'sample'", repr(reduction))
+        if padding not in ("auto", None) and not callable(padding):
+            raise InputError("padding", "'auto', None or a function of (module path, x)", repr(padding))
+        for name, flag in (("disable_dropout", disable_dropout), ("require_all", require_all)):
+            if not isinstance(flag, bool):
+                raise InputError(name, "True or False", repr(flag))
         if not strengths:
             raise InputError("strengths", f"given for at least one of {', '.join(COMPONENTS)}", "none")
-        _refuse_second(model)
+        model = _uncompiled(model)
+        refuse_second(model)
+        found = find_layers(model)
+        if not found:
+            raise unmatched(model)
+        check_components(model, found, strengths)
+        number = found[-1].index + 1
+        chosen = chosen_layers(layers, number)
+        schedules = {component: by_layer(component, strength, number) for component, strength in strengths.items()}
+
         self.model, self.noise, self.reading = model, noise, reading
         self.reduction = reduction or ("sample" if reading == "paper" else "token")
         self.require_all, self.calls = require_all, 0
-        found = find_layers(model)
-        if not found:
-            raise _unmatched(model)
-        chosen = _chosen(layers, number := found[-1].index + 1)
-        schedules = {component: by_layer(component, strength, number) for component, strength in strengths.items()}
-        self._schedules: dict[str, Schedule] = {}
         self.sites: list[Site] = []
-        by_place: list[tuple[Layer, list[Site]]] = []
+        self.silenced: list[tuple[Dropout, float]] = []
+        self._schedules: dict[str, Schedule] = {}
+        self._terms: dict[str, Tensor] = {}
+        self._collector = Collector()
+        self._handles: list[RemovableHandle] = []
+        self._removed = self._sharding_known = False
+        places: list[tuple[Layer, list[Site]]] = []
         for layer in found:
             wanted = [site for site in sites_of(layer) if site.component in schedules and layer.index in chosen]
             active = [site for site in wanted if not schedules[site.component][layer.index].is_off]
             self._schedules |= {site.name: schedules[site.component][layer.index] for site in active}
             self.sites += active
             if active:
-                by_place.append((layer, active))
-        _check_components(model, found, strengths)
+                places.append((layer, active))
         for site in self.sites:
-            _check_exact(site, noise, reading)
-        self._collector = Collector()
-        self._handles: list[Any] = []
-        self._terms: dict[str, Tensor] = {}
-        self.silenced: list[tuple[Dropout, float]] = []
-        self._attach(by_place, padding)
-        if disable_dropout:
-            self._silence()
+            check_exact(site, noise, reading)
+        refuse_sharded(model, self.sites, noise)
+        try:
+            if self.sites:
+                self._attach(places, padding)
+            if disable_dropout:
+                self._silence()
+        except BaseException:
+            self.remove()
+            raise
 
     # ------------------------------------------------------------------------------------------ attaching
 
     def _attach(self, places: list[tuple[Layer, list[Site]]], padding: Padding) -> None:
-        root = RootHook(self._collector, self.model)
-        self._handles.append(self.model.register_forward_pre_hook(RootBefore(root), with_kwargs=True, prepend=True))
+        plan = Plan(self._collector, self.model)
         for layer, sites in places:
-            tap = Tap(sites, self.noise, self._collector, literal=self.reading == "paper", padding=padding)
-            described = layer.described
-            if not isinstance(described, Attention):
-                if described.module is not None and described.padding is not None:
-                    self._before(described.module, CallHook(tap))
-                for site in sites:
-                    self._after(_module(site), LinearHook(tap, site))
-                continue
-            at_projection = [s for s in sites if s.component == "value" and described.value.called]
-            for site in at_projection:
-                self._after(described.value.module, LinearHook(tap, site))
-            tap.sites = tuple(site for site in sites if site not in at_projection)
-            if tap.sites:
-                self._attach_attention(tap, described)
-        self._handles.append(self.model.register_forward_hook(RootAfter(root)))
-
-    def _attach_attention(self, tap: Tap, attention: Attention) -> None:
-        self._before(attention.module, CallHook(tap))
-        if attention.inputs is None:
-            roles = {"query": attention.query, "key": attention.key, "value": attention.value}
-            for role, projection in roles.items():
-                self._after(projection.module, SeenHook(tap, role))
-        if any(site.component == "attended_value" for site in tap.sites):
-            if attention.output is not None:
-                self._handles.append(attention.output.register_forward_pre_hook(InputHook(tap, "attended")))
-            if isinstance(attention.weights, nn.Module):
-                self._handles.append(attention.weights.register_forward_pre_hook(InputHook(tap, "weights")))
-        self._after(attention.module, AttentionHook(tap))
-
-    def _before(self, module: nn.Module, hook: Any) -> None:
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _after(self, module: nn.Module, hook: Any) -> None:
-        # prepend: before the hooks of sharding wrappers, which take the weights away again
-        self._handles.append(module.register_forward_hook(hook, prepend=True))
+            tap = Tap(layer, self.noise, self._collector, merged_heads=self.reading == "paper", padding=padding)
+            plan.add(layer, sites, tap)
+        plan.register(self._handles)
 
     def _silence(self) -> None:
         for site in self.sites:
@@ -172,7 +159,8 @@ class ExplicitDropout:
         for dropout, rate in self.silenced:
             setattr(dropout.module, dropout.name, rate)
         self.silenced.clear()
-        self._collector.inert = True
+        self._collector.inert = self._removed = True
+        self._collector.take()
 
     def __enter__(self) -> Self:
         return self
@@ -189,32 +177,35 @@ class ExplicitDropout:
 
         Several forward passes count as one batch. A module that fires several times in one (a shared layer) adds up.
         """
-        if not self._handles:
+        if torch.compiler.is_compiling():  # or every step of a schedule would be compiled anew
+            outside = torch.compiler.disable(self._penalty)  # type: ignore[no-untyped-call]
+            return outside()  # type: ignore[no-any-return]
+        return self._penalty()
+
+    def _penalty(self) -> Tensor:
+        if self._removed:
             raise CollectionError("the regulariser was removed from its model; attach a new one")
+        if self._collector.inert:
+            raise CollectionError("this regulariser is a copy, and copies are not attached; attach a new one")
         forwards = self._collector.take()
-        step, self.calls = self.calls, self.calls + 1
         if not self.sites:
+            self.calls += 1
             return torch.zeros(())
         if not forwards:
-            raise CollectionError(_no_forward(self.model))
+            raise no_forward(self.model)
+        if not self._sharding_known:
+            refuse_sharded(self.model, self.sites, self.noise)
+            self._sharding_known = True
         fired = {term.site for forward in forwards for term in forward}
         silent = [site.name for site in self.sites if site.name not in fired]
         if silent and (self.require_all or len(silent) == len(self.sites)):
-            raise CollectionError(
-                f"{len(silent)} of {len(self.sites)} sites did not fire in the forward pass: {', '.join(silent[:5])}"
-                f"{', …' if len(silent) > 5 else ''}. The model went around their modules (a fused or compiled path, a "
-                "frozen part in eval mode, LayerDrop). Leave them out by layers=, or attach with require_all=False."
-            )
-        total: Tensor | None = None
-        self._terms = {}
-        for site in self.sites:
-            if site.name not in fired:
-                continue
-            term = self._term(site, forwards)
-            self._terms[site.name] = term.detach()
-            weighted = self._schedules[site.name].at(step) * term
-            total = weighted if total is None else total + weighted
-        assert total is not None
+            raise silent_sites(silent, len(self.sites))
+        step, self.calls = self.calls, self.calls + 1
+        terms = {site.name: self._term(site, forwards) for site in self.sites if site.name in fired}
+        self._terms = {name: term.detach() for name, term in terms.items()}
+        total, *others = (self._schedules[name].at(step) * term for name, term in terms.items())
+        for weighted in others:
+            total = total + weighted.to(total.device)
         return total
 
     def _term(self, site: Site, forwards: list[list[Term]]) -> Tensor:
@@ -225,30 +216,33 @@ class ExplicitDropout:
                 if number == len(firings):
                     firings.append([])
                 firings[number].append(term)
-        total: Tensor | None = None
-        for terms in firings:
-            tokens = sum(term.tokens if self.reduction == "token" else term.samples for term in terms)
-            number_of = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
-            penalties = [term.penalty for term in terms if term.penalty is not None]
-            columns = [term.columns for term in terms if term.columns is not None]
-            value: Tensor | None = torch.stack(penalties).sum() / number_of if penalties else None
-            if columns:
-                incoherent = self._incoherent(site, torch.stack(columns).sum(0) / number_of)
-                value = incoherent if value is None else value + incoherent
-            assert value is not None
-            total = value if total is None else total + value
-        assert total is not None
-        return total.float()
+        return torch.stack([self._mean(site, terms) for terms in firings]).sum().float()
+
+    def _mean(self, site: Site, terms: list[Term]) -> Tensor:
+        """J over these terms as one batch: Σ J of each over the number of tokens, or samples, of all."""
+        counted = sum(term.tokens if self.reduction == "token" else term.samples for term in terms)
+        counted = counted.clamp(min=1) if isinstance(counted, Tensor) else max(counted, 1)
+        parts = [term.penalty for term in terms if term.penalty is not None]
+        columns = [term.columns for term in terms if term.columns is not None]
+        if columns:
+            parts.append(self._incoherent(site, torch.stack(columns).sum(0)))
+        return torch.stack(parts).sum() / counted
 
     def _incoherent(self, site: Site, columns: Tensor) -> Tensor:
         """½ v Σ_j s_j ‖W_:j‖². A sharded weight gets its gradient from the columns of all ranks."""
-        assert site.projection is not None
-        weight, _ = site.projection.parameters()
+        weight, _ = projection_of(site).parameters()
+        if weight.shape != site.shape:
+            raise UnsupportedSiteError(
+                f"{site.name}: its weight has the shape {tuple(weight.shape)} now, and had {site.shape} when the "
+                "regulariser was attached. FSDP1 and ZeRO-3 take weights apart like that: use FSDP2 (fully_shard). Or "
+                "the layer was replaced: attach after that."
+            )
         norms = column_norms(weight).to(columns.dtype)
-        if not is_sharded(weight):
-            return 0.5 * self.noise.variance * (columns * norms).sum()
-        fixed = norms.detach()
-        return 0.5 * self.noise.variance * (columns * fixed + mean_over_ranks(columns) * (norms - fixed)).sum()
+        energy = columns * norms
+        if is_sharded(weight):
+            fixed = norms.detach()
+            energy = columns * fixed + mean_over_ranks(columns, weight) * (norms - fixed)
+        return 0.5 * self.noise.variance * energy.sum()
 
     def terms(self) -> dict[str, Tensor]:
         """The unweighted J of every site at the last call, detached, by site name: for logging."""
@@ -263,14 +257,11 @@ class ExplicitDropout:
         return {"calls": self.calls}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        if set(state) != {"calls"} or not isinstance(state["calls"], int) or state["calls"] < 0:
-            raise InputError("state", "what state_dict() returned: {'calls': whole number ≥ 0}", dict(state))
-        self.calls = state["calls"]
+        """Go on where `state_dict` was taken."""
+        self.calls = check_state(state)
 
     def summary(self) -> str:
         """What is attached, as a table."""
-        from explicit_dropout.table import table
-
         rows = [
             [str(s.layer), s.component, s.path or "(model)", f"{s.shape[1]} → {s.shape[0]}",
              _heads(s), f"{self._schedules[s.name].at(self.calls):g}"]
@@ -281,8 +272,15 @@ class ExplicitDropout:
             f"reduction={self.reduction!r}, reading={self.reading!r}",
             table(["layer", "component", "module", "in → out", "heads", "λ"], rows),
         ]
+        if self._removed:
+            lines.append("Removed: nothing is attached any more.")
         if self.silenced:
-            lines.append(f"Stochastic dropout switched off at {len(self.silenced)} places until remove().")
+            paths = {module: path for path, module in self.model.named_modules()}
+            places = [f"{paths.get(d.module) or '(model)'}.{d.name} = {rate:g}" for d, rate in self.silenced]
+            lines.append(
+                f"Stochastic dropout switched off at {len(places)} places until remove(): {', '.join(places[:4])}"
+                + (", …" if len(places) > 4 else "")
+            )
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -295,84 +293,8 @@ def _heads(site: Site) -> str:
     return str(site.heads) if site.key_heads == site.heads else f"{site.heads}/{site.key_heads}"
 
 
-def _module(site: Site) -> nn.Module:
-    assert site.projection is not None
-    return site.projection.module
-
-
-def _chosen(layers: int | Iterable[int] | None, number: int) -> set[int]:
-    if layers is None:
-        return set(range(number))
-    chosen = {layers} if isinstance(layers, int) else set(layers)
-    outside = [index for index in chosen if not isinstance(index, int) or index not in range(number)]
-    if outside or not chosen:
-        raise InputError("layers", f"indices from 0 to {number - 1}, at least one", layers)
-    return chosen
-
-
-def _refuse_second(model: nn.Module) -> None:
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, RootBefore) and not hook.root.collector.inert:
-            raise InputError(
-                "model", "free: a regulariser is attached to it already; call its remove() first", type(model).__name__
-            )
-
-
-def _check_components(model: nn.Module, found: list[Layer], strengths: Mapping[Component, object]) -> None:
-    there = {site.component for layer in found for site in sites_of(layer)}
-    for component in strengths:
-        if component not in there:
-            raise UnmatchedModelError(
-                f"{type(model).__name__} has no {component} site, only {', '.join(sorted(there))}. "
-                f"Leave {component} out, or tell the library where it is by xd.register_rule."
-            )
-
-
-def _check_exact(site: Site, noise: Noise, reading: str) -> None:
-    """Refuse, before anything is attached, what could only be approximate."""
-    attention = site.source.described
-    if not isinstance(attention, Attention):
-        if attention.obstacle:
-            raise UnsupportedSiteError(
-                f"{site.name}: {attention.obstacle}. Leave it out: feed_forward={{layer: strength, …}} names layers."
-            )
-        return
-    if site.component in ("query", "key", "query_key"):
-        if attention.obstacle:
-            raise UnsupportedSiteError(
-                f"{site.name}: {attention.obstacle}, so scores do not depend linearly on what is dropped. "
-                "Use value, attended_value or feed_forward here, or leave the layer out by layers=."
-            )
-        if attention.rotary is not None and noise.variance:
-            raise UnsupportedSiteError(
-                f"{site.name}: rotary embeddings turn queries and keys before the scores, and the incoherent part of "
-                f"{noise} then depends on the distance of tokens. Use paper(p) here, or value, attended_value and "
-                "feed_forward, which are exact under every law."
-            )
-        if reading == "paper" and attention.key_heads not in (None, attention.heads):
-            raise UnsupportedSiteError(f"{site.name}: merged heads need as many key heads as query heads")
-    if site.component == "attended_value" and noise.variance and attention.weights is None:
-        raise UnsupportedSiteError(
-            f"{site.name}: {noise} needs the attention weights, which cannot be had here: "
-            f"{attention.weights_obstacle or 'no rule says where they are'}. Or use paper(p), which needs none."
-        )
-
-
-def _no_forward(model: nn.Module) -> str:
-    return (
-        f"no training forward pass of {type(model).__name__} since the last call. Run the model in train mode and "
-        "with gradients, by calling it (not its forward method or a part of it), before calling the regulariser. If "
-        "the model was compiled and called before the regulariser was attached, compile it again: torch.compile ignores "
-        "new hooks."
-    )
-
-
-def _unmatched(model: nn.Module) -> UnmatchedModelError:
-    modules = list(model.named_modules())
-    linear = [(path, m) for path, m in modules if isinstance(m, nn.Linear)]
-    closest = ", ".join(f"{path!r} ({m.in_features} → {m.out_features})" for path, m in linear[:3])
-    return UnmatchedModelError(
-        f"no attention or feed-forward site was found in {type(model).__name__}. Looked at {len(modules)} modules; "
-        + (f"linear layers that no rule claims: {closest}. " if linear else "none of them is a linear layer. ")
-        + "Tell the library what they are:  @xd.register_rule(YourModule)   (docs: Add a model family)"
-    )
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The model itself, if this is what `torch.compile` made of it: only hooks inside are compiled."""
+    while type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
+        model = model._orig_mod
+    return model

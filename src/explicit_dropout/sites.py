@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import InputError
+from explicit_dropout.weights import acting
 
 Component = Literal["query", "key", "query_key", "value", "attended_value", "feed_forward"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
@@ -59,8 +60,7 @@ class Projection:
         weight, bias = _attribute(self.module, self.weight), _attribute(self.module, self.bias)
         if weight is None:
             raise InputError("module", f"one with a parameter {self.weight!r}", type(self.module).__name__)
-        for delta in _adapter_deltas(self.module):
-            weight = weight + delta
+        weight = acting(self.module, weight)
         if self.transposed:
             weight = weight.mT
         if bias is not None:
@@ -78,8 +78,8 @@ class Projection:
         if self.rows is None:
             return tensor
         if isinstance(self.rows, slice):
-            start, stop, _ = self.rows.indices(tensor.shape[dim])
-            return tensor.narrow(dim, start, stop - start)
+            start, stop = self.rows.start or 0, self.rows.stop  # indices() of a slice is not compiled by torch 2.11
+            return tensor.narrow(dim, start, (tensor.shape[dim] if stop is None else stop) - start)
         return tensor.index_select(dim, torch.tensor(self.rows, device=tensor.device))
 
     @property
@@ -117,7 +117,8 @@ def every_pair(attention: Attention, call: Call, x: Tensor, context: Tensor) -> 
     if passed:
         raise InputError(
             passed[0],
-            f"understood: no rule says what it means to {type(attention.module).__name__}; give its rule a `pairs`",
+            f"understood: no rule says what it means to {type(attention.module).__name__}; give its rule a `pairs`, or "
+            "use value or feed_forward here",
             "a mask",
         )
     return Pairs(causal=attention.causal)
@@ -151,6 +152,7 @@ class Attention:
             (softmax of the scores is all there is to it), a module whose input is A, or None.
         obstacle: why scores do not depend linearly on queries and keys (a normalisation between them), if so.
         weights_obstacle: what to do so that A can be had, where `weights` is None.
+        refused: components whose penalty cannot be exact here under any law, each with the reason.
         dropouts: the stochastic dropout that acts inside.
     """
 
@@ -171,6 +173,7 @@ class Attention:
     weights: Literal["output", "compute"] | nn.Module | None = None
     obstacle: str | None = None
     weights_obstacle: str | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
     dropouts: tuple[Dropout, ...] = ()
 
     @property
@@ -186,6 +189,8 @@ class FeedForward:
         layers: its projections, in order.
         module: the module whose call is the network, if its arguments tell padding.
         padding: makes of a call the mask of real tokens, (*batch, token), or None.
+        batch_first: whether the layers see (batch, token, width) or (token, batch, width).
+        flattened: where they see (batch · token, width): the argument of the module that still has both axes.
         dropouts: the stochastic dropout that acts inside.
         obstacle: why its penalty cannot be exact, if so; it then needs a module, but no layers.
     """
@@ -195,6 +200,8 @@ class FeedForward:
     padding: Callable[[Call], Tensor | None] | None = None
     dropouts: tuple[Dropout, ...] = ()
     obstacle: str | None = None
+    batch_first: bool = True
+    flattened: str | None = None
 
 
 Described = Attention | FeedForward
@@ -352,13 +359,3 @@ def _attribute(module: nn.Module, dotted: str) -> Tensor | None:
     for name in dotted.split("."):
         value = getattr(value, name, None)
     return value if isinstance(value, Tensor) else None
-
-
-def _adapter_deltas(module: nn.Module) -> Iterator[Tensor]:
-    """What active low-rank adapters add to the weight of a layer that peft has wrapped."""
-    delta = getattr(module, "get_delta_weight", None)
-    if delta is None or getattr(module, "merged", False) or getattr(module, "disable_adapters", False):
-        return
-    for name in getattr(module, "active_adapters", ()):
-        if name in getattr(module, "lora_A", {}):
-            yield delta(name)

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from explicit_dropout.checks import count, number
+from explicit_dropout.checks import choice, count, number
 from explicit_dropout.errors import InputError
+
+Shape = Literal["linear", "cosine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +23,16 @@ class Schedule:
     start: float
     end: float
     steps: int
-    shape: Literal["linear", "cosine"] = "linear"
+    shape: Shape = "linear"
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):
             object.__setattr__(self, name, number(name, getattr(self, name), "a finite number ≥ 0", low=0))
         count("steps", self.steps)
+        choice("shape", self.shape, Shape)
 
     def at(self, step: int) -> float:
+        """The strength at the call of this number, counted from 0."""
         progress = min(step / self.steps, 1.0)
         if self.shape == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
@@ -36,6 +40,7 @@ class Schedule:
 
     @property
     def is_off(self) -> bool:
+        """Whether it is 0 at every step."""
         return self.start == 0 == self.end
 
 
@@ -66,11 +71,11 @@ def warm_up(strength: float, steps: int) -> Schedule:
 def by_layer(component: str, strength: Strength, layers: int) -> list[Schedule]:
     """The strength of a component as one schedule for each layer."""
     if isinstance(strength, Mapping):
-        outside = [index for index in strength if index not in range(layers)]
+        outside = [index for index in strength if isinstance(index, bool) or index not in range(layers)]
         if outside:
             raise InputError(component, f"a mapping from layer indices 0 to {layers - 1}", f"layer {outside[0]!r}")
         return [_schedule(component, strength.get(index, 0.0)) for index in range(layers)]
-    if isinstance(strength, Sequence):
+    if isinstance(strength, Sequence) and not isinstance(strength, str | bytes):
         if len(strength) != layers:
             raise InputError(component, f"one strength for each of the {layers} layers", f"{len(strength)} of them")
         return [_schedule(component, value) for value in strength]

@@ -1,4 +1,9 @@
-"""Rules for the model families: torch.nn, timm, Hugging Face, vit-pytorch, x-transformers, and the usual names."""
+"""Rules for the model families: torch.nn, timm, Hugging Face, vit-pytorch, x-transformers, and the usual names.
+
+A module of a library is only taken for plain attention if it was read and tested: whatever else a library keeps under
+the usual names has its projections found (they are linear layers in any case), and is refused where the penalty depends
+on what happens between them. Modules of one's own are taken at their word; see `generic`.
+"""
 
 from torch import nn
 
@@ -7,9 +12,15 @@ from explicit_dropout.sites import Described
 
 __all__ = ["describe", "generic", "huggingface", "lucidrains", "timm", "torch_nn"]
 
+LIBRARIES = {
+    "diffusers", "open_clip", "timm", "torchaudio", "torchvision", "transformers", "vit_pytorch", "x_transformers",
+}  # fmt: skip
+
 
 def describe(module: nn.Module) -> Described | list[Described] | None:
     """What a module is that no rule claims, by the names inside it."""
-    if type(module).__module__.startswith("transformers"):
+    if generic.author(module).__module__.startswith("transformers"):
         return huggingface.describe(module)
+    if any(base.__module__.partition(".")[0] in LIBRARIES for base in type(module).__mro__):
+        return generic.describe(module, **generic.unread(module))
     return generic.describe(module)

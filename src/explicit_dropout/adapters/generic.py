@@ -1,14 +1,22 @@
-"""The usual names: attention with separate or fused linear projections, and feed-forward pairs, in any module."""
+"""The usual names: attention with separate or fused linear projections, and feed-forward pairs, in any module.
+
+By its names a module is taken for plain attention: softmax(scale · Q Kᵀ) V, heads side by side, q ‖ k ‖ v where they
+are fused, nothing between it and the output projection, causal if it says so (`is_causal`, `causal`, or in its class
+name). What shows that it is not (normalised queries, rotary embeddings, logits that are capped) is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from explicit_dropout.sites import Attention, Described, Dropout, FeedForward, Projection
+from explicit_dropout.sites import Attention, Described, Dropout, FeedForward, Projection, Rule, register_rule
 
+SCORES = ("query", "key", "query_key")
 SEPARATE = [
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -21,10 +29,13 @@ FUSED = ["qkv", "qkv_proj", "to_qkv", "Wqkv", "in_proj", "c_attn"]
 OUTPUT = ["out_proj", "o_proj", "proj", "out_lin", "to_out", "to_out.0", "Wo", "wo", "c_proj", "dense", "o", "out"]
 FEED_FORWARD = [
     ("fc1", "fc2"),
+    ("fc1_g", "fc1_x", "fc2"),
     ("lin1", "lin2"),
     ("linear1", "linear2"),
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "down_proj"),
+    ("up_proj", "down_proj"),
+    ("fc_in", "fc_out"),
     ("wi_0", "wi_1", "wo"),
     ("wi", "wo"),
     ("w1", "w3", "w2"),
@@ -39,13 +50,55 @@ HEADS = ["num_heads", "num_attention_heads", "n_heads", "heads", "n_head", "num_
 KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads"]
 SCALES = ["scaling", "scale"]
 ATTENTION_DROPOUT = ["attention_dropout", "attn_dropout", "dropout_prob", "dropout_p", "dropout"]
-NORMS = ["q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"]
+NORMS = [
+    "q_norm",
+    "k_norm",
+    "q_layernorm",
+    "k_layernorm",
+    "query_norm",
+    "key_norm",
+    "query_layernorm",
+    "key_layernorm",
+    "qk_norm",
+    "norm_q",
+    "norm_k",
+]
+ROTARY = re.compile(r"^rope|rotary|^freqs|^position_embeddings$|^cos$")
 
 
-def describe(module: nn.Module) -> Described | list[Described] | None:
+def describe(module: nn.Module, **overrides: Any) -> Described | list[Described] | None:
     """What the names of a module's children say it is."""
-    found = [item for item in (describe_attention(module), describe_feed_forward(module)) if item is not None]
-    return found or None
+    attention = describe_attention(module, **{"refused": turned(module), **overrides})
+    return [item for item in (attention, describe_feed_forward(module)) if item is not None] or None
+
+
+def author(module: nn.Module) -> type:
+    """The class that wrote the forward of a module: what a subclass does not change is its base's."""
+    return next(base for base in type(module).__mro__ if "forward" in base.__dict__)
+
+
+def unread(module: nn.Module) -> dict[str, Any]:
+    """Settings for attention of a library that nobody here has read: only separate projections are beyond doubt."""
+    name = author(module).__qualname__
+    reason = f"no rule says what {name} does between its projections and its output"
+    refused = dict.fromkeys((*SCORES, "attended_value"), reason)
+    if separate_projections(module) is None:
+        refused["value"] = f"no rule says how {name} lays out its fused projection"
+    return {"refused": refused}
+
+
+def library_rule(*names: str) -> Callable[[Rule], Rule]:
+    """A rule for classes of a library, and for subclasses as long as they keep a forward of the library's own file."""
+    files = {name.rpartition(".")[0] for name in names}
+
+    def register(rule: Rule) -> Rule:
+        @register_rule(*names)
+        def guarded(module: nn.Module) -> Described | list[Described] | None:
+            return rule(module) if author(module).__module__ in files else describe(module, **unread(module))
+
+        return rule
+
+    return register
 
 
 def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
@@ -65,7 +118,7 @@ def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
         "output": next((child for name in OUTPUT if is_linear(child := nested(module, name))), None),
         "key_heads": None if key_heads == heads else key_heads,
         "scale": float(scale) if isinstance(scale, int | float) else None,
-        "causal": bool(getattr(module, "is_causal", False) or getattr(module, "causal", False)),
+        "causal": is_causal(module),
         "obstacle": normalised(module),
         "weights": None,
         "weights_obstacle": "say where they are in a rule of your own (weights=)",
@@ -155,6 +208,25 @@ def normalised(module: nn.Module) -> str | None:
         if norm is not None and not isinstance(norm, nn.Identity):
             return f"{name} ({type(norm).__name__}) normalises queries or keys before the scores"
     return None
+
+
+def turned(module: nn.Module) -> dict[str, str]:
+    """The scores, refused if the names of arguments or attributes tell of a rotary embedding."""
+    names = [*arguments(module), *module._modules, *module._buffers]
+    found = next((name for name in names if ROTARY.search(name)), None)
+    reason = f"{found!r} looks like rotary embeddings, which a rule of its own would have to read"
+    return {} if found is None else dict.fromkeys(SCORES, reason)
+
+
+def arguments(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module's forward."""
+    return list(inspect.signature(module.forward).parameters)
+
+
+def is_causal(module: nn.Module) -> bool:
+    said = getattr(module, "is_causal", None)
+    said = getattr(module, "causal", None) if said is None else said
+    return bool(said) if isinstance(said, bool | int) else "causal" in type(module).__name__.lower()
 
 
 def attention_dropouts(module: nn.Module) -> Iterator[Dropout]:

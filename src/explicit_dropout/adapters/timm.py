@@ -8,50 +8,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from explicit_dropout.adapters.generic import describe_attention
-from explicit_dropout.sites import Attention, Call, Pairs, Projection, register_rule
+from explicit_dropout.adapters.generic import describe_attention, library_rule, normalised
+from explicit_dropout.errors import UnsupportedSiteError
+from explicit_dropout.sites import Attention, Call, Pairs, Projection
 
 NOT_SEEN = -99.0
 """Additive masks of window attention use −100 for pairs that must not meet."""
 
 
-@register_rule("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
+@library_rule("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
 def vision_transformer(module: Any) -> Attention | None:
-    return describe_attention(module, **_weights(module), pairs=attention_pairs)
+    return describe_attention(module, **_settings(module))
 
 
-@register_rule("timm.models.swin_transformer.WindowAttention")
+@library_rule("timm.models.swin_transformer.WindowAttention")
 def window(module: Any) -> Attention | None:
     if module.fused_attn:
-        way_out = "fused attention hides them among position biases; set fused_attn = False on the module"
+        way_out = "the fused kernel hides them among position biases; set fused_attn = False on the module"
         return describe_attention(module, pairs=window_pairs, weights_obstacle=way_out)
     return describe_attention(module, pairs=window_pairs, weights=module.attn_drop)
 
 
-@register_rule("timm.models.swin_transformer_v2.WindowAttention")
+@library_rule("timm.models.swin_transformer_v2.WindowAttention")
 def cosine_window(module: Any) -> Attention | None:
     obstacle = "Swin V2 scores are cosines of normalised queries and keys"
-    return describe_attention(module, pairs=window_pairs, obstacle=obstacle, weights=module.attn_drop)
+    settings = {"pairs": window_pairs, "obstacle": obstacle, "weights": module.attn_drop, **_fused_parameters(module)}
+    return describe_attention(module, **settings)
 
 
-@register_rule("timm.models.eva.EvaAttention")
+@library_rule("timm.models.eva.EvaAttention", "timm.layers.attention.AttentionRope")
 def eva(module: Any) -> Attention | None:
-    settings = {**_weights(module), "pairs": attention_pairs, "rotary": eva_rotary}
-    if module.qkv is None or module.q_bias is None:
-        return describe_attention(module, **settings)
-    # One fused weight, used without calling its layer; biases are parameters of their own.
+    return describe_attention(module, **_settings(module), rotary=eva_rotary, **_fused_parameters(module))
+
+
+def _fused_parameters(module: Any) -> dict[str, Any]:
+    """One fused weight that is used without calling its layer, its biases being parameters of their own."""
+    if module.qkv is None or getattr(module, "q_bias", None) is None:
+        return {}
     width = module.qkv.out_features // 3
     projections = (
         Projection(module, slice(part * width, (part + 1) * width), "qkv.weight", f"{name}_bias", None, called=False)
         for part, name in enumerate("qkv")
     )
-    return describe_attention(module, projections=tuple(projections), inputs=("x", "x", "x"), **settings)
+    return {"projections": tuple(projections), "inputs": ("x", "x", "x")}
 
 
 def eva_rotary(attention: Attention, call: Call) -> Callable[[Tensor], Tensor] | None:
     rope = call.get("rope")
     if rope is None:
         return None
+    if rope.ndim > 2 and rope.shape[-3] > 1 and attention.key_heads is not None:
+        raise UnsupportedSiteError("rotary embeddings of their own for every head are not read with grouped heads")
     return EvaRotation(rope, attention.module.num_prefix_tokens, getattr(attention.module, "rotate_half", False))
 
 
@@ -65,16 +72,18 @@ class EvaRotation:
         from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 
         fixed, turned = heads[..., : self.prefix, :], heads[..., self.prefix :, :]
-        rope = self.rope if self.rope.ndim == 2 else self.rope.reshape(self.rope.shape[0], 1, 1, *self.rope.shape[-2:])
+        rope = self.rope if self.rope.ndim == 2 else self.rope.unsqueeze(-3)  # ours has one axis of heads more
         return torch.cat((fixed, apply_rot_embed_cat(turned, rope.to(heads.dtype), half=self.half)), -2)
 
 
 def attention_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:
     del attention, x, context
     mask, causal = call.get("attn_mask"), bool(call.get("is_causal", False))
+    if causal:
+        return Pairs(causal=True)  # timm then ignores the mask
     if mask is None or mask.dtype == torch.bool:
-        return Pairs(allowed=mask, causal=causal)
-    return Pairs(allowed=mask > NOT_SEEN, causal=causal, bias=mask)
+        return Pairs(allowed=mask)
+    return Pairs(allowed=mask > NOT_SEEN, bias=mask)
 
 
 def window_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:
@@ -86,6 +95,22 @@ def window_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -
     return Pairs(allowed=(mask > NOT_SEEN).repeat(x.shape[0] // mask.shape[0], 1, 1)[:, None])
 
 
-def _weights(module: Any) -> dict[str, Any]:
-    """A is the input of the module's own dropout, unless a fused kernel computes it."""
-    return {"weights": "compute" if module.fused_attn else module.attn_drop}
+def _settings(module: Any) -> dict[str, Any]:
+    """What ViT and EVA attention share. Both may normalise or gate A V before projecting it: A V is what comes before.
+
+    A is the input of the module's own dropout, unless a fused kernel computes it.
+    """
+    obstacle = normalised(module)
+    weights = module.attn_drop
+    if module.fused_attn:
+        weights = None if obstacle else "compute"
+    settings = {
+        "pairs": attention_pairs,
+        "weights": weights,
+        "weights_obstacle": "the fused kernel hides them behind q_norm; set fused_attn = False on the module",
+        "obstacle": obstacle,
+        "output": getattr(module, "norm", module.proj),
+    }
+    if "norm" not in module._modules and getattr(module, "gate", None) is not None:
+        settings["refused"] = {"attended_value": "its gate acts on the attention output before anything can be read"}
+    return settings

@@ -1,4 +1,4 @@
-"""torch.nn: MultiheadAttention, and the encoder and decoder layers built of it.
+"""torch.nn: MultiheadAttention, and the encoder and decoder layers built of it, those of torchvision's ViT included.
 
 `nn.MultiheadAttention` computes with its parameters and never calls its children, so everything is read from its own
 call. Its masks are True (or −∞) where something must not be seen.
@@ -24,6 +24,7 @@ def multihead_attention(module: nn.MultiheadAttention) -> Attention:
             for name, rows in zip("qkv", parts, strict=True)
         ]
     query, key, value = projections
+    appended = "bias_k and add_zero_attn append keys and values of their own" if _appends_keys(module) else None
     return Attention(
         module,
         query,
@@ -34,7 +35,8 @@ def multihead_attention(module: nn.MultiheadAttention) -> Attention:
         inputs=("query", "key", "value"),
         batch_first=module.batch_first,
         weights="compute",
-        obstacle="bias_k and add_zero_attn append keys of their own" if _appends_keys(module) else None,
+        obstacle=appended,
+        refused={} if appended is None else {"attended_value": appended},
         dropouts=(Dropout(module, "dropout"),),
     )
 
@@ -42,7 +44,19 @@ def multihead_attention(module: nn.MultiheadAttention) -> Attention:
 @register_rule(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 def transformer_layer(module: nn.Module) -> FeedForward:
     layers = Projection(module.linear1), Projection(module.linear2)  # type: ignore[arg-type]
-    return FeedForward(layers, module, layer_padding, (Dropout(module.dropout),))  # type: ignore[arg-type]
+    return FeedForward(
+        layers,
+        module,
+        layer_padding,
+        (Dropout(module.dropout),),  # type: ignore[arg-type]
+        batch_first=module.self_attn.batch_first,  # type: ignore[union-attr, arg-type]
+    )
+
+
+@register_rule("torchvision.ops.misc.MLP")
+def torchvision_mlp(module: nn.Sequential) -> FeedForward:
+    layers = tuple(Projection(layer) for layer in module if isinstance(layer, nn.Linear))
+    return FeedForward(layers, dropouts=tuple(Dropout(layer) for layer in module if isinstance(layer, nn.Dropout)))
 
 
 def multihead_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:

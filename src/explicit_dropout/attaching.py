@@ -1,0 +1,100 @@
+"""Which hooks go where: at most one of ours before and one after the call of each module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from explicit_dropout.attention_tap import AttentionHook
+from explicit_dropout.collector import Collector, RootAfter, RootBefore
+from explicit_dropout.sites import Attention, Layer, Site
+from explicit_dropout.taps import BeginHook, EndHook, InputHook, LinearHook, SeenHook, Tap, projection_of
+
+
+class Before:
+    """Hooks before the call of a module, as one."""
+
+    def __init__(self, collector: Collector, hooks: list[Any]) -> None:
+        self.collector, self.hooks = collector, hooks
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hook in self.hooks:
+            hook(module, args, kwargs)
+
+
+class After:
+    """Hooks after the call of a module, as one. When the call has failed there is no output: only what tidies up runs."""
+
+    def __init__(self, collector: Collector, hooks: list[Any]) -> None:
+        self.collector, self.hooks = collector, hooks
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        failed = not torch.compiler.is_compiling() and output is None
+        for hook in self.hooks:
+            if not failed or isinstance(hook, EndHook | RootAfter):
+                hook(module, args, kwargs, output)
+
+
+class Plan:
+    """The hooks of a whole model, collected first and registered together."""
+
+    def __init__(self, collector: Collector, model: nn.Module) -> None:
+        self.collector, self.model = collector, model
+        self.before: dict[nn.Module, list[Any]] = {model: [RootBefore(collector, model)]}
+        self.after: dict[nn.Module, list[Any]] = {}
+
+    def add(self, layer: Layer, sites: list[Site], tap: Tap) -> None:
+        """What the sites of one layer need."""
+        described = layer.described
+        if isinstance(described, Attention):
+            self._add_attention(described, sites, tap)
+            return
+        for site in sites:
+            self._after(projection_of(site).module, LinearHook(tap, site))
+        if described.module is not None and described.padding is not None:
+            self._before(described.module, BeginHook(tap))
+            self._after(described.module, EndHook(tap))
+
+    def _add_attention(self, attention: Attention, sites: list[Site], tap: Tap) -> None:
+        at_projection = [site for site in sites if site.component == "value" and attention.value.called]
+        for site in at_projection:
+            self._after(attention.value.module, LinearHook(tap, site))
+        at_attention = [site for site in sites if site not in at_projection]
+        if not at_attention:
+            return
+        self._before(attention.module, BeginHook(tap))
+        if attention.inputs is None:
+            roles = {"query": attention.query, "key": attention.key, "value": attention.value}
+            for role, projection in roles.items():
+                self._after(projection.module, SeenHook(tap, role))
+        if any(site.component == "attended_value" for site in at_attention):
+            if attention.output is not None:
+                self._before(attention.output, InputHook(tap, "attended"))
+            if isinstance(attention.weights, nn.Module):
+                self._before(attention.weights, InputHook(tap, "weights"))
+        self._after(attention.module, AttentionHook(tap, attention, at_attention))
+        self._after(attention.module, EndHook(tap))
+
+    def _before(self, module: nn.Module, hook: Any) -> None:
+        self.before.setdefault(module, []).append(hook)
+
+    def _after(self, module: nn.Module, hook: Any) -> None:
+        self.after.setdefault(module, []).append(hook)
+
+    def register(self, handles: list[RemovableHandle]) -> None:
+        """Register everything, leaving a handle of each hook."""
+        self._after(self.model, RootAfter(self.collector))
+        for module, hooks in self.before.items():
+            first = module is self.model and bool(module._forward_pre_hooks)
+            before = Before(self.collector, hooks)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=first))
+        for module, hooks in self.after.items():
+            # In front of the hooks of sharding wrappers, which take the weights away again. Where there are none, no
+            # order is asked for: the compiler of torch 2.11 mixes up hooks that have changed places.
+            first = bool(module._forward_hooks)
+            after = After(self.collector, hooks)
+            handle = module.register_forward_hook(after, with_kwargs=True, prepend=first, always_call=True)
+            handles.append(handle)

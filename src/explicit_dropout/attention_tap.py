@@ -1,0 +1,206 @@
+"""The penalties of one call of an attention module: scores and attended values, from what hooks have seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from explicit_dropout import functional
+from explicit_dropout.errors import CollectionError, UnsupportedSiteError
+from explicit_dropout.sites import Attention, Pairs, Site
+from explicit_dropout.taps import Tap, wide
+
+Rotation = Callable[[Tensor], Tensor]
+
+
+class AttentionHook:
+    """After attention: the penalties of its scores and of its output, from what the other hooks have kept."""
+
+    def __init__(self, tap: Tap, attention: Attention, sites: list[Site]) -> None:
+        self.tap, self.attention, self.sites = tap, attention, sites
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        del args, kwargs
+        if self.tap.watching(module):
+            call = AttentionCall(self.tap, self.attention, output)
+            for site in self.sites:
+                self.tap.penalise(site, lambda site=site: call.penalise(site))  # type: ignore[misc]
+
+
+class AttentionCall:
+    """One call of one attention module: its inputs, masks and projections in one form, however it was observed."""
+
+    def __init__(self, tap: Tap, attention: Attention, output: Any) -> None:
+        self.tap, self.attention, self.output = tap, attention, output
+        observed = tap.observed()
+        self.call, self.seen = observed.call, observed.tensors
+        self.x, self.context, self.values = (self._input(role) for role in ("query", "key", "value"))
+        self.pairs: Pairs | None = None
+
+    def _input(self, role: str) -> Tensor | None:
+        """What the query, key or value projection is given, (*batch, token, width)."""
+        attention = self.attention
+        if attention.inputs is None:
+            return self.seen.get(role)
+        x = cast("Tensor", self.call[attention.inputs[("query", "key", "value").index(role)]])
+        return x if attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
+
+    def _present(self, tensor: Tensor | None, role: str) -> Tensor:
+        if tensor is None:
+            raise CollectionError(
+                f"{self.tap.path}: its {role} projection was not called while it ran, so its penalty cannot be known. "
+                "Leave the layer out by layers=, or describe it by a rule of your own (xd.register_rule)."
+            )
+        return tensor
+
+    def masks(self) -> Pairs:
+        """The pairs of this call, with the padding of the whole model where the call itself says nothing."""
+        if self.pairs is None:
+            attention, tap = self.attention, self.tap
+            x, context = self._present(self.x, "query"), self._present(self.context, "key")
+            found = attention.pairs(attention, self.call, x, context)
+            mask, context_mask = found.mask, found.context_mask
+            if mask is None:
+                mask = tap.padding(x)
+            if context_mask is None:
+                context_mask = tap.padding(context, "context" if attention.cross else None)
+            self.pairs = replace(found, mask=mask, context_mask=context_mask)
+        return self.pairs
+
+    def penalise(self, site: Site) -> None:
+        if site.component == "value":
+            self.tap.linear(site, self._present(self.values, "value"), None, self.masks().context_mask)
+        elif site.component == "attended_value":
+            self._attended_value(site)
+        else:
+            self._scores(site)
+
+    def _scores(self, site: Site) -> None:
+        attention, tap, pairs = self.attention, self.tap, self.masks()
+        x, context = self._present(self.x, "query"), self._present(self.context, "key")
+        (query_weight, query_bias), (key_weight, key_bias) = attention.query.parameters(), attention.key.parameters()
+        options: dict[str, Any] = {}
+        if context is not x or pairs.mask is not None or pairs.context_mask is not None:
+            options |= {"context": context, "context_mask": pairs.context_mask}
+        if attention.inputs is None:
+            options["queries"] = attention.query.of(self.seen["query out"])
+            options["keys"] = attention.key.of(self.seen["key out"])
+        rotary = self._rotary()
+        if tap.merged_heads:
+            _refuse_masks_by_head(pairs.allowed)
+            rotary = None if rotary is None else MergedRotation(rotary, attention.heads)
+        form = getattr(functional, site.component)
+        penalty = form(
+            x, query_weight, key_weight, tap.noise,
+            query_bias=query_bias, key_bias=key_bias,
+            heads=1 if tap.merged_heads else attention.heads,
+            key_heads=None if tap.merged_heads else attention.key_heads,
+            scale=1.0 if tap.merged_heads else attention.score_scale,
+            mask=pairs.mask,
+            attention_mask=pairs.allowed,
+            causal=pairs.causal,
+            rotary=rotary,
+            reduction="none",
+            **options,
+        )  # fmt: skip
+        tap.add(site, penalty.sum(), None, x, pairs.mask)
+
+    def _rotary(self) -> Rotation | None:
+        return None if self.attention.rotary is None else self.attention.rotary(self.attention, self.call)
+
+    def _attended_value(self, site: Site) -> None:
+        attention, tap = self.attention, self.tap
+        weight, bias = attention.value.parameters()
+        values, attended = self._present(self.values, "value"), self._attended()
+        weights = self._weights() if tap.noise.variance or attended is None else None
+        rows = attended if attended is not None else self._present(self.x, "query")
+        if self.x is not None and self.context is not None:
+            mask, query_mask = self.masks().context_mask, self.masks().mask
+        else:
+            mask, query_mask = tap.padding(values, "context" if attention.cross else None), tap.padding(rows)
+        if mask is not None and query_mask is None:
+            query_mask = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+        penalty = functional.attended_value(
+            values, weight, weights, tap.noise,
+            value_bias=bias, attended=attended, heads=attention.heads, key_heads=attention.key_heads,
+            mask=query_mask, context_mask=mask, reduction="none",
+        )  # fmt: skip
+        tap.add(site, penalty.sum(), None, rows, query_mask)
+
+    def _attended(self) -> Tensor | None:
+        """A V, heads side by side, bias included; None where it has to be computed from A."""
+        if self.attention.output is not None:
+            return self._present(self.seen.get("attended"), "output")
+        if self.attention.inputs is not None:
+            return None
+        return cast("Tensor", self.output[0] if isinstance(self.output, tuple) else self.output)
+
+    def _weights(self) -> Tensor:
+        """A, (*batch, heads, token, context)."""
+        source = self.attention.weights
+        if isinstance(source, nn.Module):
+            return self._present(self.seen.get("weights"), "attention weights")
+        if source == "output" and isinstance(self.output, tuple) and isinstance(self.output[1], Tensor):
+            return self.output[1]
+        if source == "compute":
+            return self._computed_weights()
+        raise UnsupportedSiteError(
+            f"its attention weights cannot be had: {self.attention.weights_obstacle or 'no rule says where they are'}. "
+            "Or use a law without variance, such as paper(p), which needs none"
+        )
+
+    def _computed_weights(self) -> Tensor:
+        x, pairs = self._present(self.x, "query"), self.masks()
+        with torch.autocast(x.device.type, enabled=False):
+            return self._softmax(pairs)
+
+    def _softmax(self, pairs: Pairs) -> Tensor:
+        attention, heads = self.attention, []
+        for role, projection, x in (("query", attention.query, self.x), ("key", attention.key, self.context)):
+            if attention.inputs is None:
+                out = projection.of(wide(self.seen[role + " out"]))
+            else:
+                weight, bias = projection.parameters()
+                out = wide(self._present(x, role)) @ wide(weight).mT
+                out = out if bias is None else out + wide(bias)
+            number = attention.heads if role == "query" else attention.key_heads or attention.heads
+            heads.append(torch.unflatten(out, -1, (number, -1)).transpose(-2, -3))
+        queries, keys = heads
+        keys = keys.repeat_interleave(queries.shape[-3] // keys.shape[-3], -3)
+        rotary = self._rotary()
+        if rotary is not None:
+            queries, keys = rotary(queries.unsqueeze(-3)).squeeze(-3), rotary(keys.unsqueeze(-3)).squeeze(-3)
+        scores = attention.score_scale * queries @ keys.mT
+        if pairs.bias is not None:
+            scores = scores + pairs.bias
+        allowed = pairs.allowed
+        if pairs.causal:
+            triangle = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            allowed = triangle if allowed is None else allowed & triangle
+        if pairs.context_mask is not None:
+            real = pairs.context_mask[..., None, None, :]
+            allowed = real if allowed is None else allowed & real
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1)
+
+
+class MergedRotation:
+    """A rotation of heads, for heads that lie side by side in one."""
+
+    def __init__(self, rotary: Rotation, heads: int) -> None:
+        self.rotary, self.heads = rotary, heads
+
+    def __call__(self, merged: Tensor) -> Tensor:
+        """Rotate (batch, 1, 1, token, heads · width)."""
+        by_head = torch.unflatten(merged.squeeze(2), -1, (self.heads, -1)).transpose(2, 3)
+        return self.rotary(by_head).transpose(2, 3).flatten(3).unsqueeze(2)
+
+
+def _refuse_masks_by_head(allowed: Tensor | None) -> None:
+    if allowed is not None and allowed.ndim > 2 and allowed.shape[-3] != 1:
+        raise UnsupportedSiteError("merged heads need one attention mask for all heads")

@@ -1,0 +1,49 @@
+"""The command line `explicit-dropout`: look at a model's sites, and check their closed forms on the model itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from explicit_dropout.errors import ExplicitDropoutError
+
+AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
+"""Exit statuses: fine, a check failed, the command could not be carried out."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    try:
+        import rich  # noqa: F401
+        import tyro
+    except ImportError as error:
+        print(
+            f"The command line needs {error.name}, which is not installed:  pip install 'explicit-dropout[lab]'",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
+    from explicit_dropout.cli.inspecting import inspect
+    from explicit_dropout.cli.verifying import verify
+
+    try:
+        status = tyro.extras.subcommand_cli_from_dict(
+            {"inspect": inspect, "verify": verify},
+            prog="explicit-dropout",
+            description=_DESCRIPTION,
+            config=(tyro.conf.FlagCreatePairsOff,),
+            args=list(sys.argv[1:] if arguments is None else arguments),
+        )
+    except ExplicitDropoutError as error:
+        from explicit_dropout.cli.output import complain
+
+        complain(str(error))
+        return BAD_INPUT
+    return int(status)
+
+
+_DESCRIPTION = """Dropout without the dice: its effect as a term of the loss.
+
+First steps:
+  explicit-dropout inspect timm:vit_tiny_patch16_224
+  explicit-dropout verify hf:bert --set num_hidden_layers=2
+"""

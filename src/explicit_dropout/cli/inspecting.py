@@ -1,0 +1,153 @@
+"""`explicit-dropout inspect`: where dropout can act in a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+from rich.tree import Tree
+from torch import nn
+
+from explicit_dropout.cli.models import load
+from explicit_dropout.cli.output import common_prefix, console, plural, shape, shortened
+from explicit_dropout.errors import UnmatchedModelError
+from explicit_dropout.noise import inverted, paper
+from explicit_dropout.perturbation import refusal
+from explicit_dropout.sites import Site, find_sites
+
+
+def inspect(
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")],
+    /,
+    tree: bool = False,
+    json: bool = False,
+    set: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = (),
+) -> int:
+    """Show the sites of a model: every place where a penalty can be attached.
+
+    Nothing is trained or changed; weights are random unless a folder has some.
+
+    Try:
+      explicit-dropout inspect timm:vit_tiny_patch16_224
+      explicit-dropout inspect hf:llama --set num_hidden_layers=2 --tree
+      explicit-dropout inspect 'torch:TransformerEncoderLayer(32, 4)'
+      explicit-dropout inspect my_model.py:build --json
+
+    Args:
+        model: timm:NAME, hf:TYPE, hf:FOLDER, torch:CONSTRUCTOR(…), MODULE:CALLABLE or FILE.py:CALLABLE.
+        tree: Show layers as a tree instead of a table.
+        json: Print JSON instead, for programs.
+        set: Argument of the model or of its configuration, such as depth=2.
+    """
+    example = load(model, set)
+    sites = find_sites(example.model)
+    if not sites:
+        raise UnmatchedModelError(
+            f"no attention or feed-forward site was found in {type(example.model).__name__}. Describe its modules by "
+            "@xd.register_rule in the file that builds it (docs: Add a model family)."
+        )
+    laws = {site.name: exact_under(site) for site in sites}
+    if json:
+        print(as_json(model, example.model, sites, laws))
+        return 0
+    out = console()
+    parameters = sum(p.numel() for p in example.model.parameters())
+    layers = len({site.layer for site in sites})
+    out.print(
+        f"[bold]{type(example.model).__name__}[/]: {parameters:,} parameters, {plural(layers, 'layer')}, "
+        f"{plural(len(sites), 'site')}"
+    )
+    if tree:
+        out.print(as_tree(example.model, sites, laws))
+    else:
+        prefix = common_prefix(sites)
+        if prefix:
+            out.print(f"[dim]modules are inside {prefix.rstrip('.')}[/]")
+        out.print(as_table(sites, prefix, laws))
+    for reason in dict.fromkeys(reason for mark, reason in laws.values() if mark != "any"):
+        out.print(f"[dim]{reason}[/]")
+    return 0
+
+
+def exact_under(site: Site) -> tuple[str, str]:
+    """The laws under which a site has an exact penalty (any, v = 0, none), and why not under all."""
+    reason = refusal(site, inverted(0.2))
+    if reason is None:
+        return "any", ""
+    if refusal(site, paper(0.2)) is None:
+        return "v = 0", f"v = 0: {reason}"
+    return "none", f"none: {reason}"
+
+
+def as_table(sites: list[Site], prefix: str, laws: dict[str, tuple[str, str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("layer", justify="right")
+    table.add_column("component", no_wrap=True)
+    table.add_column("module", overflow="fold", ratio=1)
+    table.add_column("in → out", no_wrap=True)
+    table.add_column("heads", justify="right", no_wrap=True)
+    table.add_column("exact", no_wrap=True)
+    before: Site | None = None
+    for site in sites:
+        new_layer = before is None or before.layer != site.layer
+        new_place = new_layer or before is None or before.path != site.path
+        table.add_row(
+            str(site.layer) if new_layer else "",
+            site.component,
+            shortened(site.path, prefix) + (" [dim](cross)[/]" if site.cross else "") if new_place else "[dim]″[/]",
+            shape(site),
+            heads(site),
+            laws[site.name][0],
+            end_section=False,
+        )
+        before = site
+    return table
+
+
+def as_tree(model: nn.Module, sites: list[Site], laws: dict[str, tuple[str, str]]) -> Tree:
+    root = Tree(type(model).__name__)
+    layers: dict[int, Tree] = {}
+    places: dict[tuple[int, str], Tree] = {}
+    for site in sites:
+        layer = layers.setdefault(site.layer, Tree(f"[bold]layer {site.layer}[/]"))
+        if layer not in root.children:
+            root.children.append(layer)
+        place = site.source.path
+        if (site.layer, place) not in places:
+            kind = "feed-forward" if site.heads is None else "cross-attention" if site.cross else "attention"
+            many = "" if site.heads is None else f", {heads(site)} heads"
+            places[site.layer, place] = layer.add(f"{place or '(model)'} [dim]{kind}{many}[/]")
+        own = "" if site.heads is not None else f" [dim]{site.path.rsplit('.', 1)[-1]}[/]"
+        law = laws[site.name][0]
+        mark = "" if law == "any" else f" [dim]({law})[/]"
+        places[site.layer, place].add(f"{site.component}{own} {shape(site)}{mark}")
+    return root
+
+
+def as_json(spec: str, model: nn.Module, sites: list[Site], laws: dict[str, tuple[str, str]]) -> str:
+    rows: list[dict[str, Any]] = [
+        {
+            "name": site.name,
+            "layer": site.layer,
+            "component": site.component,
+            "module": site.path,
+            "in": site.shape[1],
+            "out": site.shape[0],
+            "heads": site.heads,
+            "key_heads": site.key_heads,
+            "cross": site.cross,
+            "exact": laws[site.name][0],
+        }
+        for site in sites
+    ]
+    parameters = sum(p.numel() for p in model.parameters())
+    found = {"model": spec, "class": type(model).__name__, "parameters": parameters, "sites": rows}
+    return json.dumps(found, indent=2)
+
+
+def heads(site: Site) -> str:
+    if site.heads is None:
+        return "–"
+    return str(site.heads) if site.heads == site.key_heads else f"{site.heads}/{site.key_heads}"

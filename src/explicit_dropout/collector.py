@@ -1,0 +1,224 @@
+"""Where the terms of forward passes wait until the regulariser is called.
+
+A term is what one firing of one site contributes: a penalty summed over its tokens, the number of tokens, and, where a
+weight enters only through the norms of its columns, the column energies of the input.
+
+Eager code writes here, each thread for itself, and so does compiled code, which has one place whatever thread runs it.
+What compiled code reads here becomes a guard, so everything that grows is a chain: a new end on an old one looks the
+same to the compiler however long it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from explicit_dropout.calls import argument_names, named_call
+from explicit_dropout.errors import CollectionError
+
+MOST_FORWARDS = 64
+"""Forward passes that may wait for a call of the regulariser; more are a loop that forgot to call it."""
+PADDING_ARGUMENTS = {
+    "main": "attention_mask",
+    "decoder": "decoder_attention_mask",
+    "context": "encoder_attention_mask",
+}
+"""Arguments of a whole model that mark real tokens, (batch, token): of its first sequence, of its decoder's, and of the
+one that cross-attention looks at where the model is given it (`encoder_hidden_states`); otherwise that is the first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """What one firing of a site adds: J summed over tokens is penalty + ½ v Σ_j columns_j ‖W_:j‖², as far as given."""
+
+    site: str
+    penalty: Tensor | None
+    columns: Tensor | None
+    tokens: int | Tensor
+    samples: int
+
+
+class Chain:
+    """A list that grows by a new end pointing to the old one."""
+
+    def __init__(self, item: Any, previous: Chain | None) -> None:
+        self.item, self.previous = item, previous
+
+    def items(self) -> list[Any]:
+        """Oldest first."""
+        found, link = [], self
+        while link.previous is not None:
+            found.append(link.item)
+            link = link.previous
+        return found[::-1]
+
+
+EMPTY = Chain(None, None)
+
+
+class Observed:
+    """What hooks have seen of the call of a layer that is under way: its arguments and the tensors inside it."""
+
+    def __init__(self, call: Mapping[str, Any]) -> None:
+        self.call = call
+        self.tensors: dict[str, Tensor] = {}
+
+
+class Slot:
+    """What one thread, or compiled code, has collected.
+
+    Attributes:
+        open: whether a training forward pass of the whole model is under way.
+        opened_compiled: whether it is compiled code that runs this pass.
+        pending: the terms of this pass so far. complete: those of earlier ones, in a chain of chains.
+        waiting: how many passes that is, in eager mode.
+        padding: masks of real tokens of the last pass, by stream. They outlive it: checkpointing recomputes layers.
+        observed: calls of layers under way, by layer.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self.opened_compiled = False
+        self.pending = EMPTY
+        self.complete = EMPTY
+        self.waiting = 0
+        self.padding: dict[str, Tensor] | None = None
+        self.observed: dict[str, Observed] = {}
+
+    def begin(self, padding: dict[str, Tensor]) -> None:
+        self.open, self.pending, self.padding, self.observed = True, EMPTY, padding, {}
+
+    def abandon(self) -> None:
+        self.open, self.opened_compiled, self.pending, self.observed = False, False, EMPTY, {}
+
+    def take(self) -> list[list[Term]]:
+        forwards = [forward.items() for forward in self.complete.items()]
+        self.complete, self.waiting = EMPTY, 0
+        return forwards
+
+
+class Collector:
+    """Terms of forward passes since the last call of the regulariser.
+
+    A copy, by `deepcopy` or `pickle`, is inert: it has no terms and never takes any. A model can so be copied and saved
+    with its hooks on; the copy is not regularised.
+    """
+
+    def __init__(self, *, inert: bool = False) -> None:
+        self.inert = inert
+        self.compiled = Slot()
+        self.threads = threading.local()
+
+    def own(self) -> Slot:
+        """The slot of this thread; of compiled code, while compiling."""
+        if torch.compiler.is_compiling():
+            return self.compiled
+        slot: Slot | None = getattr(self.threads, "slot", None)
+        if slot is None:
+            slot = self.threads.slot = Slot()
+        return slot
+
+    def slot(self) -> Slot:
+        """Where a layer's hook works: that of compiled code where this layer is an eager part of a compiled model."""
+        own = self.own()
+        return self.compiled if self.compiled.opened_compiled and not own.open else own
+
+    def padding(self) -> dict[str, Tensor]:
+        """The masks of the forward pass; in another thread, such as one that recomputes layers, of the last one."""
+        found = self.slot().padding
+        if found is None:
+            found = self.compiled.padding
+        return {} if found is None else found
+
+    def begin(self, padding: dict[str, Tensor]) -> None:
+        """A training forward pass of the whole model starts."""
+        own = self.own()
+        if torch.compiler.is_compiling():
+            own.opened_compiled = True
+        elif own.waiting >= MOST_FORWARDS:
+            own.take()
+            own.abandon()
+            raise CollectionError(
+                f"{MOST_FORWARDS} forward passes in train mode wait for a call of the regulariser, and each keeps its "
+                "graph alive; their terms are dropped now. Call the regulariser once for every backward pass, run "
+                "passes that are not trained on in eval mode or under torch.no_grad(), or remove() it."
+            )
+        else:
+            self.compiled.begin(padding)  # for layers that are compiled one by one
+        own.begin(padding)
+
+    def end(self) -> None:
+        """The forward pass has come to its end."""
+        own = self.own()
+        if own.open:
+            own.complete = Chain(own.pending, own.complete)
+            if not torch.compiler.is_compiling():
+                for term in self.compiled.pending.items():
+                    own.complete.item = Chain(term, own.complete.item)
+                own.waiting += 1
+        self.abandon()
+
+    def abandon(self) -> None:
+        """No training forward pass is under way, or it has failed."""
+        self.own().abandon()
+        self.compiled.abandon()
+
+    def take(self) -> list[list[Term]]:
+        """The terms of all complete forward passes of this thread, oldest first, and forget them."""
+        return self.compiled.take() + self.own().take()
+
+    def __deepcopy__(self, memo: object) -> Collector:
+        return Collector(inert=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert_collector, ()
+
+
+def _inert_collector() -> Collector:
+    return Collector(inert=True)
+
+
+class RootBefore:
+    """Before a forward pass of the whole model: open the collector if it is one of training."""
+
+    def __init__(self, collector: Collector, model: nn.Module) -> None:
+        self.collector, self.names = collector, argument_names(model)
+        self.has_encoder = any("encoder" in path.split(".") for path, _ in model.named_modules())
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.collector.inert:
+            return
+        if not (model.training and torch.is_grad_enabled()):
+            self.collector.abandon()
+            return
+        call, padding = named_call(self.names, args, kwargs), {}
+        for stream, name in PADDING_ARGUMENTS.items():
+            mask = call.get(name)
+            if isinstance(mask, Tensor) and mask.ndim == 2:
+                padding[stream] = mask.bool()
+        if "main" in padding and call.get("encoder_hidden_states") is None:
+            padding["context"] = padding["main"]
+        if "main" in padding and not self.has_encoder:
+            padding["decoder"] = padding["main"]  # a decoder alone has no other sequence
+        self.collector.begin(padding)
+
+
+class RootAfter:
+    """After a forward pass of the whole model: its terms are complete. Output None means that an error cut it short."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        del model, args, kwargs
+        if self.collector.inert:
+            return
+        if not torch.compiler.is_compiling() and output is None:
+            self.collector.abandon()
+        else:
+            self.collector.end()

@@ -1,0 +1,479 @@
+"""What dropout really does to a model: its own modules, called again on inputs that drawn masks have perturbed.
+
+Nothing here uses a closed form. A forward pass is recorded by hooks that know nothing of the regulariser; then the real
+projections, and for attended values the real attention, are called again with their inputs multiplied by masks, and the
+change of their real outputs is measured. Attention weights are read out of the real attention by putting unit vectors
+in place of its values, whatever kernel computes it and whatever it adds to the scores.
+
+Where a model computes with parameters without calling a module (`nn.MultiheadAttention`), the same is recomputed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from explicit_dropout import checks
+from explicit_dropout.errors import ExplicitDropoutError, InputError, UnsupportedSiteError
+from explicit_dropout.noise import Noise
+from explicit_dropout.refusals import check_exact
+from explicit_dropout.regulariser import ExplicitDropout
+from explicit_dropout.sampling import Estimate
+from explicit_dropout.sites import Attention, FeedForward, Layer, Pairs, Projection, Site, find_layers, sites_of
+
+CHUNK_ELEMENTS = 2**23
+"""Numbers that the draws of one chunk may take."""
+Tick = Callable[[int], None]
+"""Told how many more masks have been drawn."""
+
+
+# ---------------------------------------------------------------------------------------------- a steady model
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+}  # fmt: skip
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Every stochastic dropout of torch does nothing, whatever module calls it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), {**kwargs}
+            kwargs.pop("dropout_p", None)
+        elif func is F.multi_head_attention_forward:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["dropout_p"] = 0.0
+            args, kwargs = bound.args, bound.kwargs
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def steady(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """The model in training mode, but the same at every call: no dropout, and one seed for what else it draws."""
+    before = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(), _WithoutDropout():
+        torch.manual_seed(seed)
+        model.train()
+        try:
+            yield
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+
+# ---------------------------------------------------------------------------------------------- recording
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a layer: its arguments, and the input and output of each projection that was called in it."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+
+def record(model: nn.Module, layers: Iterable[Layer], inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Record:
+    """Run the model once and keep every call of its layers."""
+    taken = Record()
+    with ExitStack() as stack, steady(model), torch.no_grad():
+        for layer in layers:
+            _listen(layer.described, taken, stack)
+        model(*inputs, **keywords)
+    return taken
+
+
+class Record:
+    """The calls of each described layer in one forward pass."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Attention | FeedForward, list[Call]] = {}
+        self.open: dict[Attention | FeedForward, bool] = {}
+
+    def of(self, layer: Layer) -> list[Call]:
+        return self.calls.get(layer.described, [])
+
+    def begin(self, item: Attention | FeedForward, arguments: Mapping[str, Any], args: Any, kwargs: Any) -> None:
+        self.calls.setdefault(item, []).append(Call(arguments, args, kwargs))
+
+    def projected(self, item: Attention | FeedForward, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        calls = self.calls.setdefault(item, [])
+        if isinstance(item, FeedForward) and (not calls or module in calls[-1].inputs):
+            calls.append(Call(calls[-1].arguments if calls else {}))
+        if calls:
+            calls[-1].inputs[module], calls[-1].outputs[module] = x, out
+
+
+def _listen(item: Attention | FeedForward, taken: Record, stack: ExitStack) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        taken.begin(item, _arguments(module, args, kwargs), args, kwargs)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        taken.projected(item, module, args[0], output)
+
+    if isinstance(item, Attention):
+        stack.enter_context(_removed(item.module.register_forward_pre_hook(before, with_kwargs=True)))
+        projections: Sequence[Projection] = (item.query, item.key, item.value)
+    else:
+        if item.module is not None and item.padding is not None:
+            stack.enter_context(_removed(item.module.register_forward_pre_hook(before, with_kwargs=True)))
+        projections = item.layers
+    for module in {p.module for p in projections if p.called}:
+        stack.enter_context(_removed(module.register_forward_hook(after)))
+
+
+@contextmanager
+def _removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+# ---------------------------------------------------------------------------------------------- one attention, again
+
+
+class AttentionAgain:
+    """A recorded call of attention that can be repeated with other queries, keys or values."""
+
+    def __init__(self, attention: Attention, call: Call) -> None:
+        self.attention, self.call = attention, call
+        roles = {"query": attention.query, "key": attention.key, "value": attention.value}
+        self.x: dict[str, Tensor] = {}
+        for number, (role, projection) in enumerate(roles.items()):
+            if projection.called:
+                if projection.module not in call.inputs:
+                    raise ExplicitDropoutError(f"its {role} projection was not called")
+                self.x[role] = call.inputs[projection.module]
+            else:
+                if attention.inputs is None:
+                    raise ExplicitDropoutError(f"its {role} projection is not called, and no `inputs` say what it sees")
+                x = call.arguments[attention.inputs[number]]
+                self.x[role] = x if attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
+        self.roles = roles
+        self.pairs: Pairs = attention.pairs(attention, call.arguments, self.x["query"], self.x["key"])
+
+    def heads(self, role: str) -> int:
+        return self.attention.heads if role == "query" else self.attention.key_heads or self.attention.heads
+
+    def projected(self, role: str, x: Tensor | None = None) -> Tensor:
+        return projected(self.roles[role], self.x[role] if x is None else x)
+
+    def by_head(self, role: str, out: Tensor) -> Tensor:
+        heads = torch.unflatten(out, -1, (self.heads(role), -1)).transpose(-2, -3)
+        return heads.repeat_interleave(self.attention.heads // self.heads(role), -3)
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The scores that the rule describes, (*, heads, token, context), of projected queries and keys."""
+        q, k = self.by_head("query", queries), self.by_head("key", keys)
+        rotary = None if self.attention.rotary is None else self.attention.rotary(self.attention, self.call.arguments)
+        if rotary is not None:
+            q, k = rotary(q.unsqueeze(-3)).squeeze(-3), rotary(k.unsqueeze(-3)).squeeze(-3)
+        return self.attention.score_scale * q @ k.mT
+
+    def allowed(self) -> Tensor:
+        """Which pairs count by the rule, broadcastable to the scores."""
+        x, context, pairs = self.x["query"], self.x["key"], self.pairs
+        allowed = torch.ones(x.shape[-2], context.shape[-2], dtype=torch.bool, device=x.device)
+        allowed = allowed.tril() if pairs.causal else allowed
+        if pairs.allowed is not None:
+            allowed = allowed & pairs.allowed
+        if pairs.mask is not None:
+            allowed = allowed & pairs.mask[..., None, :, None]
+        if pairs.context_mask is not None:
+            allowed = allowed & pairs.context_mask[..., None, None, :]
+        return allowed
+
+    def described_weights(self) -> Tensor:
+        """softmax of the described scores."""
+        scores = self.scores(self.projected("query"), self.projected("key"))
+        if self.pairs.bias is not None:
+            scores = scores + self.pairs.bias
+        return scores.masked_fill(~self.allowed(), torch.finfo(scores.dtype).min).softmax(-1)
+
+    def claimed_weights(self) -> Tensor | None:
+        """A from where the rule says that it can be had; None where it says nothing."""
+        source, seen = self.attention.weights, []
+        if source == "compute":
+            return self.described_weights()
+        if isinstance(source, nn.Module):
+            with _removed(source.register_forward_pre_hook(lambda _, args: seen.append(args[0]))):
+                self.again()
+            if not seen:
+                raise ExplicitDropoutError("the module whose input the rule calls attention weights was not called")
+            return cast("Tensor", seen[-1])
+        if source == "output":
+            result = self.attention.module(*self.call.args, **self.call.kwargs)
+            return cast("Tensor", result[1]) if isinstance(result, tuple) and len(result) > 1 else None
+        return None
+
+    def again(self, **outputs: Tensor) -> Tensor:
+        """A V of the real attention when these projections (query=, key=, value=) yield something else."""
+        attention, seen = self.attention, []
+
+        def replace(part: Projection, new: Tensor, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            del module, args
+            return _put(part, output, new)
+
+        def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+            del module
+            seen.append(args[0])
+
+        with ExitStack() as stack, torch.no_grad():
+            for role, new in outputs.items():
+                hook = partial(replace, self.roles[role], new)
+                stack.enter_context(_removed(self.roles[role].module.register_forward_hook(hook)))
+            if attention.output is not None:
+                stack.enter_context(_removed(attention.output.register_forward_pre_hook(keep)))
+            result = attention.module(*self.call.args, **self.call.kwargs)
+        if attention.output is None:
+            return cast("Tensor", result[0] if isinstance(result, tuple) else result)
+        if not seen:
+            raise ExplicitDropoutError("its output projection was not called")
+        return cast("Tensor", seen[-1])
+
+    def weights(self, **outputs: Tensor) -> Tensor | None:
+        """The real A, (*batch, heads, token, context), read by attending to unit vectors; None where that is no way."""
+        attention = self.attention
+        if isinstance(attention.module, nn.MultiheadAttention):
+            arguments = {**self.call.arguments, "need_weights": True, "average_attn_weights": False}
+            return cast("Tensor", attention.module(**arguments)[1])
+        if not attention.value.called:
+            return None
+        groups, clean = self.heads("value"), self.projected("value")
+        context, width = clean.shape[-2], clean.shape[-1] // groups
+        columns = []
+        for start in range(0, context, width):
+            count = min(width, context - start)
+            probe = clean.new_zeros(*clean.shape[:-1], groups, width)
+            tokens = torch.arange(count, device=clean.device)
+            probe[..., start + tokens, :, tokens] = 1
+            attended = self.again(value=probe.flatten(-2), **outputs)
+            if attended.shape[-1] != attention.heads * width:
+                raise ExplicitDropoutError(
+                    f"A V is {attended.shape[-1]} wide, not {attention.heads} heads of width {width}"
+                )
+            columns.append(torch.unflatten(attended, -1, (attention.heads, width)).transpose(-2, -3)[..., :count])
+        return torch.cat(columns, -1)
+
+
+def projected(projection: Projection, x: Tensor) -> Tensor:
+    """What the real projection makes of x: by calling its module, or with its parameters where the model does so."""
+    if projection.called:
+        return projection.of(projection.module(x))
+    weight, bias = projection.parameters()
+    return F.linear(x, weight, bias)
+
+
+def _put(projection: Projection, output: Tensor, part: Tensor) -> Tensor:
+    rows = projection.rows
+    if rows is None:
+        return part
+    output = output.clone()
+    output[..., rows if isinstance(rows, slice) else list(rows)] = part
+    return output
+
+
+# ---------------------------------------------------------------------------------------------- Monte Carlo
+
+
+def measure(
+    site: Site,
+    calls: Sequence[Call],
+    noise: Noise,
+    samples: int,
+    *,
+    generator: torch.Generator | None = None,
+    tick: Tick | None = None,
+) -> Estimate:
+    """½ E‖change of the real output‖² per token at a site, by perturbing the input of its real projection.
+
+    A law without variance has one mask, 1 − μ everywhere: one draw is exact, and its standard error 0.
+    """
+    if not calls:
+        raise ExplicitDropoutError(f"{site.name} was not called")
+    draws = samples if noise.variance else 1
+    if noise.variance and checks.count("samples", samples) < 2:
+        raise InputError("samples", "at least 2, or there is no standard error", samples)
+    means, variances = [], []
+    with torch.no_grad():
+        for call in calls:
+            change, tokens, size = _change(site, call)
+            energies: list[Tensor] = []
+            chunk = max(1, min(draws, CHUNK_ELEMENTS // max(size, 1))) if size else 1
+            for start in range(0, draws, chunk):
+                number = min(chunk, draws - start)
+                energies.append(change(partial(_draw, noise, number, generator)).flatten(1).sum(1).double())
+                if tick is not None:
+                    tick(number)
+            penalties = 0.5 * torch.cat(energies) / tokens
+            means.append(penalties.mean())
+            variances.append(penalties.var() / draws if draws > 1 else torch.zeros_like(means[-1]))
+    return Estimate(torch.stack(means).sum(), torch.stack(variances).sum().sqrt(), draws)
+
+
+def _draw(noise: Noise, number: int, generator: torch.Generator | None, x: Tensor) -> Tensor:
+    """x under masks of its own, as many times as are drawn at once."""
+    shape = (number, *x.shape)
+    if not noise.variance:
+        return (x * (1 - noise.mean)).expand(shape)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    mask = noise.draw(shape, generator=generator, dtype=dtype, device=x.device if generator is None else "cpu")
+    return x * mask.to(x)
+
+
+Perturb = Callable[[Tensor], Tensor]
+Change = tuple[Callable[[Perturb], Tensor], "int | Tensor", int]
+"""Squared changes (draw, …) under perturbed inputs; the number of tokens; numbers a draw takes, 0 to draw singly."""
+
+
+def _change(site: Site, call: Call) -> Change:
+    described = site.source.described
+    if isinstance(described, FeedForward):
+        assert site.projection is not None
+        mask = described.padding(call.arguments) if described.padding else None
+        return _linear_change(site.projection, call.inputs[site.projection.module], mask)
+    again = AttentionAgain(described, call)
+    if site.component == "value":
+        mask = None if described.value.called else again.pairs.context_mask
+        return _linear_change(described.value, again.x["value"], mask)
+    if site.component == "attended_value":
+        return _attended_change(again)
+    return _score_change(again, site.component)
+
+
+def _linear_change(projection: Projection, x: Tensor, mask: Tensor | None) -> Change:
+    clean = projected(projection, x)
+
+    def change(perturb: Perturb) -> Tensor:
+        moved = (projected(projection, perturb(x)) - clean).square()
+        return moved if mask is None else moved * mask[..., None]
+
+    return change, x.shape[:-1].numel() if mask is None else mask.sum(), x.numel() + clean.numel()
+
+
+def _score_change(again: AttentionAgain, component: str) -> Change:
+    queries, keys = again.projected("query"), again.projected("key")
+    clean, allowed, mask = again.scores(queries, keys), again.allowed(), again.pairs.mask
+    single = again.attention.rotary is not None
+
+    def change(perturb: Perturb) -> Tensor:
+        q = again.projected("query", perturb(again.x["query"])) if "query" in component else queries
+        k = again.projected("key", perturb(again.x["key"])) if "key" in component else keys
+        if single:
+            q, k = (part.squeeze(0) if part.ndim > queries.ndim else part for part in (q, k))
+            return (again.scores(q, k) - clean).square()[None] * allowed
+        return (again.scores(q, k) - clean).square() * allowed
+
+    tokens = again.x["query"].shape[:-1].numel() if mask is None else mask.sum()
+    return change, tokens, 0 if single else 2 * clean.numel() + queries.numel() + keys.numel()
+
+
+def _attended_change(again: AttentionAgain) -> Change:
+    rows = again.pairs.mask
+    tokens = again.x["query"].shape[:-1].numel() if rows is None else rows.sum()
+    if again.attention.value.called:
+        clean = again.again()
+
+        def real(perturb: Perturb) -> Tensor:
+            values = again.projected("value", perturb(again.x["value"]).squeeze(0))
+            moved = (again.again(value=values) - clean).square()[None]
+            return moved if rows is None else moved * rows[..., None]
+
+        return real, tokens, 0
+    weights = again.weights()
+    attention = again.described_weights() if weights is None else weights
+    values = again.by_head("value", again.projected("value"))
+
+    def recomputed(perturb: Perturb) -> Tensor:
+        moved = attention @ (again.by_head("value", again.projected("value", perturb(again.x["value"]))) - values)
+        return moved.square() if rows is None else moved.square() * rows[..., None, :, None]
+
+    return recomputed, tokens, 2 * attention.shape[-2] * values.numel()
+
+
+# ---------------------------------------------------------------------------------------------- closed forms
+
+
+def closed_forms(
+    model: nn.Module,
+    noise: Noise,
+    sites: Sequence[Site],
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What the regulariser itself says of these sites in one forward pass; and why it refuses the others, by name."""
+    refused: dict[str, str] = {}
+    wanted = list(sites)
+    while True:
+        wanted = [site for site in wanted if site.name not in refused]
+        for site in wanted:
+            reason = refusal(site, noise)
+            if reason is not None:
+                refused[site.name] = reason
+        wanted = [site for site in wanted if site.name not in refused]
+        if not wanted:
+            return {}, refused
+        try:
+            terms = _terms(model, noise, wanted, inputs, keywords)
+        except UnsupportedSiteError as error:  # seen only when the model runs: an unreadable mask, say
+            named = {site.name for site in wanted if str(error).startswith(site.name)}
+            if not named:
+                raise
+            refused |= {full: str(error).removeprefix(full + ": ") for full in named}
+            continue
+        return {site.name: terms[site.name] for site in wanted}, refused
+
+
+def refusal(site: Site, noise: Noise) -> str | None:
+    """Why the regulariser does not take a site under a law; None where it does."""
+    try:
+        check_exact(site, noise, "model")
+    except UnsupportedSiteError as error:
+        return str(error).removeprefix(site.name + ": ")
+    return None
+
+
+def strengths(sites: Iterable[Site]) -> dict[str, Any]:
+    """Strength 1 for these sites (and their neighbours of the same component and layer), as `ExplicitDropout` takes."""
+    chosen: dict[str, dict[int, float]] = {}
+    for site in sites:
+        chosen.setdefault(site.component, {})[site.layer] = 1.0
+    return chosen
+
+
+def _terms(
+    model: nn.Module, noise: Noise, sites: Sequence[Site], inputs: Sequence[Any], keywords: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    with ExplicitDropout(model, noise, padding=None, **strengths(sites)) as reg, steady(model), torch.enable_grad():
+        model(*inputs, **keywords)
+        reg()
+        return reg.terms()
+
+
+def sites_by_layer(model: nn.Module) -> list[tuple[Layer, list[Site]]]:
+    return [(layer, list(sites_of(layer))) for layer in find_layers(model)]

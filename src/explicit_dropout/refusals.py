@@ -1,0 +1,154 @@
+"""What is refused before anything is attached, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from explicit_dropout.collector import Collector
+from explicit_dropout.errors import CollectionError, InputError, UnmatchedModelError, UnsupportedSiteError
+from explicit_dropout.functional.batch import coherent_part_needed
+from explicit_dropout.noise import Noise
+from explicit_dropout.sites import Attention, Component, Layer, Site, sites_of
+from explicit_dropout.taps import projection_of
+from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
+
+SCORES = ("query", "key", "query_key")
+
+
+def chosen_layers(layers: int | Iterable[int] | None, number: int) -> set[int]:
+    """The indices of `layers`, all of the model's if None."""
+    if layers is None:
+        return set(range(number))
+    given = [layers] if isinstance(layers, int) else list(layers) if isinstance(layers, Iterable) else [None]
+    outside = [index for index in given if isinstance(index, bool) or index not in range(number)]
+    if outside or not given:
+        raise InputError("layers", f"indices from 0 to {number - 1}, at least one", repr(layers))
+    return {int(index) for index in given}
+
+
+def refuse_second(model: nn.Module) -> None:
+    """One regulariser at a time, on a model or any part of it."""
+    for path, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            collector = getattr(hook, "collector", None)
+            if isinstance(collector, Collector) and not collector.inert:
+                where = f"{type(model).__name__} has one" + (f" at {path!r}" if path else "")
+                raise InputError("model", "without a regulariser: call remove() of the one it has", where)
+
+
+def check_components(model: nn.Module, found: list[Layer], strengths: Iterable[Component]) -> None:
+    """Every component that has a strength has a site."""
+    there = {site.component for layer in found for site in sites_of(layer)}
+    for component in strengths:
+        if component not in there:
+            paths = ", ".join(repr(layer.path) for layer in found[:3])
+            raise UnmatchedModelError(
+                f"{type(model).__name__} has no {component} site, only {', '.join(sorted(there))} (at {paths}"
+                f"{', …' if len(found) > 3 else ''}). Leave {component} out, or tell the library where it is by "
+                "@xd.register_rule(YourModule)."
+            )
+
+
+def check_exact(site: Site, noise: Noise, reading: str) -> None:
+    """Refuse what could only be approximate."""
+    attention = site.source.described
+    adapted = None if site.projection is None else adapter_obstacle(site.projection.module)
+    if adapted:
+        raise UnsupportedSiteError(f"{site.name}: {adapted}. Use LoRA without DoRA, or leave the layer out by layers=.")
+    if not isinstance(attention, Attention):
+        if attention.obstacle:
+            raise UnsupportedSiteError(
+                f"{site.name}: {attention.obstacle}. Leave it out: feed_forward={{layer: strength, …}} names layers."
+            )
+        return
+    if site.component in attention.refused:
+        raise UnsupportedSiteError(
+            f"{site.name}: {attention.refused[site.component]}. Leave {site.component} out here, or the layer by "
+            "layers=, or describe the module in a rule of your own: @xd.register_rule."
+        )
+    if site.component in SCORES:
+        if attention.obstacle:
+            raise UnsupportedSiteError(
+                f"{site.name}: {attention.obstacle}, so scores do not depend linearly on what is dropped. "
+                "Use value, attended_value or feed_forward here, or leave the layer out by layers=."
+            )
+        if attention.rotary is not None and noise.variance:
+            raise UnsupportedSiteError(
+                f"{site.name}: rotary embeddings turn queries and keys before the scores, and the incoherent part of "
+                f"{noise} then depends on the distance of tokens. Use paper(p) here, or value, attended_value and "
+                "feed_forward, which are exact under every law."
+            )
+        if reading == "paper" and attention.key_heads not in (None, attention.heads):
+            raise UnsupportedSiteError(
+                f"{site.name}: reading='paper' merges heads, which needs as many key heads as query heads, not "
+                f"{attention.key_heads} and {attention.heads}. Use reading='model'."
+            )
+    if site.component == "attended_value" and noise.variance and attention.weights is None:
+        raise UnsupportedSiteError(
+            f"{site.name}: {noise} needs the attention weights, which cannot be had here: "
+            f"{attention.weights_obstacle or 'no rule says where they are'}. Or use paper(p), which needs none."
+        )
+
+
+def refuse_sharded(model: nn.Module, sites: Iterable[Site], noise: Noise) -> None:
+    """FSDP2 takes weights away after a layer's call: no penalty may need one in its backward pass."""
+    sharded = modules_under_fsdp(model)
+    for site in sites:
+        if projection_of(site).module in sharded and keeps_weight(site, noise):
+            raise UnsupportedSiteError(
+                f"{site.name}: under {noise} its penalty needs a weight again in the backward pass, and fully_shard "
+                "has taken it away by then. Under FSDP2 use value and feed_forward of layers that are modules of their "
+                "own, which work with every law, or paper(p) for scores and attended values; or leave the layer "
+                "unsharded."
+            )
+
+
+def keeps_weight(site: Site, noise: Noise) -> bool:
+    """Whether the penalty of a site is computed from a weight during the forward pass."""
+    attention = site.source.described
+    if not isinstance(attention, Attention):
+        return False
+    if site.component == "value":
+        return not attention.value.called and coherent_part_needed(noise)
+    if site.component == "attended_value":
+        return bool(noise.variance) or (attention.output is None and attention.inputs is not None)
+    return bool(noise.variance) or attention.inputs is not None
+
+
+def no_forward(model: nn.Module) -> CollectionError:
+    return CollectionError(
+        f"no training forward pass of {type(model).__name__} since the last call. Run the model in train mode and "
+        "with gradients, by calling it (not its forward method or a part of it), before calling the regulariser. If "
+        "the model was compiled and called before the regulariser was attached, compile it again (after "
+        "torch.compiler.reset()): torch.compile ignores new hooks."
+    )
+
+
+def silent_sites(silent: list[str], number: int) -> CollectionError:
+    return CollectionError(
+        f"{len(silent)} of {number} sites did not fire in the forward pass: {', '.join(silent[:5])}"
+        f"{', …' if len(silent) > 5 else ''}. The model went around their modules (a fused path, a part in eval mode, "
+        "LayerDrop): leave them out by layers=, or attach with require_all=False. Or it was compiled and called before "
+        "the regulariser was attached: compile it again, after torch.compiler.reset()."
+    )
+
+
+def unmatched(model: nn.Module) -> UnmatchedModelError:
+    modules = list(model.named_modules())
+    linear = [(path, m) for path, m in modules if isinstance(m, nn.Linear)]
+    closest = ", ".join(f"{path!r} ({m.in_features} → {m.out_features})" for path, m in linear[:3])
+    return UnmatchedModelError(
+        f"no attention or feed-forward site was found in {type(model).__name__}. Looked at {len(modules)} modules; "
+        + (f"linear layers that no rule claims: {closest}. " if linear else "none of them is a linear layer. ")
+        + "Tell the library what they are:  @xd.register_rule(YourModule)   (docs: Add a model family)"
+    )
+
+
+def check_state(state: object) -> int:
+    """The number of calls in a state_dict."""
+    calls = state.get("calls") if isinstance(state, Mapping) and set(state) == {"calls"} else None
+    if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
+        raise InputError("state", "what state_dict() returned: {'calls': whole number ≥ 0}", repr(state))
+    return calls

@@ -1,0 +1,314 @@
+"""The command line, as it prints and as it ends, in a terminal of 80 columns."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import explicit_dropout as xd
+from explicit_dropout.cli import main
+from explicit_dropout.cli.models import load
+
+ROOT = Path(__file__).parent.parent
+ENCODER = (
+    "torch:TransformerEncoder(TransformerEncoderLayer(16, 4, 24, batch_first=True), 2, enable_nested_tensor=False)"
+)
+SMALL = ["--set", "hidden_size=16", "--set", "num_attention_heads=4", "--set", "intermediate_size=24"]
+SMALL += ["--set", "num_hidden_layers=2", "--set", "vocab_size=30"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*enable_nested_tensor:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def run(capsys, *arguments):
+    """(exit status, stdout, stderr); no line may be longer than the terminal is wide."""
+    try:
+        status = main(arguments)
+    except SystemExit as left:  # how tyro ends after help and after arguments it does not know
+        status = int(left.code or 0)
+    out, err = capsys.readouterr()
+    if "--json" not in arguments:
+        too_long = [line for line in (out + err).splitlines() if len(line.rstrip()) > 80]
+        assert not too_long, too_long
+    return status, out, err
+
+
+# ------------------------------------------------------------------------------------------------ inspect
+
+
+def test_inspect_lists_every_site_once(capsys):
+    status, out, _ = run(capsys, "inspect", ENCODER)
+    assert status == 0
+    assert "2 layers, 14 sites" in out
+    rows = [line.split() for line in out.splitlines()[3:]]
+    assert len(rows) == 14
+    assert rows[0] == ["0", "query", "0.self_attn", "16", "→", "16", "4", "any"]
+    assert rows[-1] == ["feed_forward", "1.linear2", "24", "→", "16", "–", "any"]
+
+
+def test_inspect_as_a_tree_has_layers_attention_and_components(capsys):
+    status, out, _ = run(capsys, "inspect", "torch:TransformerDecoderLayer(16, 4, 24)", "--tree")
+    assert status == 0
+    assert "layer 0" in out
+    assert "self_attn attention, 4 heads" in out
+    assert "multihead_attn cross-attention, 4 heads" in out
+    assert "feed_forward linear2 24 → 16" in out
+
+
+def test_inspect_as_json_is_for_programs(capsys):
+    arguments = ("hf:llama", *SMALL, "--set", "num_key_value_heads=2", "--json")
+    status, out, _ = run(capsys, "inspect", *arguments)
+    found = json.loads(out)
+    assert status == 0
+    assert found["class"] == "LlamaModel"
+    assert len(found["sites"]) == 2 * 8
+    value = next(site for site in found["sites"] if site["component"] == "value")
+    expected = {"in": 16, "out": 8, "heads": 4, "key_heads": 2, "cross": False, "exact": "any", "layer": 0}
+    assert {key: value[key] for key in expected} == expected
+    assert value["module"] == "layers.0.self_attn"
+
+
+def test_inspect_says_where_only_some_laws_are_exact_and_why(capsys):
+    status, out, _ = run(capsys, "inspect", "hf:llama", *SMALL)
+    assert status == 0
+    assert "v = 0: rotary embeddings" in out
+
+
+def test_inspect_names_grouped_heads(capsys):
+    _, out, _ = run(capsys, "inspect", "hf:llama", *SMALL, "--set", "num_key_value_heads=2")
+    assert "4/2" in out
+
+
+def test_inspect_finds_cross_attention_of_other_families(capsys):
+    small = [
+        f"--set={pair}" for pair in ("d_model=16", "d_kv=4", "d_ff=24", "num_layers=1", "num_heads=4", "vocab_size=30")
+    ]
+    status, out, _ = run(capsys, "inspect", "hf:t5", *small)
+    assert status == 0
+    assert "(cross)" in out
+
+
+# ------------------------------------------------------------------------------------------------ verify
+
+
+def test_verify_agrees_on_torch_nn(capsys):
+    status, out, _ = run(capsys, "verify", ENCODER, "--samples", "60", "--noise", "bernoulli")
+    assert status == 0
+    assert "All 14 sites agree with 60 masks each" in " ".join(out.split())
+
+
+def test_verify_agrees_on_timm_and_draws_a_plot(capsys, tmp_path):
+    plot = tmp_path / "check.png"
+    size = [f"--set={pair}" for pair in ("img_size=16", "patch_size=4", "embed_dim=24", "depth=1", "num_heads=3")]
+    status, out, _ = run(capsys, "verify", "timm:vit_tiny_patch16_224", *size, "--samples=60", f"--plot={plot}")
+    assert status == 0, out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "plot written to" in out
+
+
+def test_verify_agrees_on_hugging_face_text_and_images(capsys):
+    assert run(capsys, "verify", "hf:bert", *SMALL, "--samples=60", "--layers", "1")[0] == 0
+    images = [*SMALL, "--set=image_size=16", "--set=patch_size=8"]
+    assert run(capsys, "verify", "hf:vit", *images, "--samples=60", "--components", "value", "key")[0] == 0
+
+
+def test_verify_leaves_out_what_is_not_exact_and_says_so(capsys):
+    status, out, _ = run(capsys, "verify", "hf:llama", *SMALL, "--samples=40")
+    assert status == 0
+    assert "not exact" in out
+    assert "All 10 sites agree" in out
+    assert "6 sites not exact under this law" in " ".join(out.split())
+
+
+def test_verify_under_the_law_of_the_paper_needs_one_mask(capsys):
+    status, out, _ = run(capsys, "verify", "hf:llama", *SMALL, "--noise", "paper")
+    assert status == 0
+    assert "All 16 sites agree within 0.001 of the one mask that paper has" in " ".join(out.split())
+
+
+def test_verify_is_the_same_twice_and_another_with_another_seed(capsys):
+    arguments = ("verify", ENCODER, "--samples=20", "--components", "value")
+    first, second = run(capsys, *arguments), run(capsys, *arguments)
+    assert first == second
+    assert run(capsys, *arguments, "--seed=1")[1] != first[1]
+
+
+MODEL_FILE = """
+import torch
+from torch import nn
+import explicit_dropout as xd
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.abc, self.d = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = (torch.unflatten(p, -1, (2, 4)).transpose(1, 2) for p in self.abc(x).chunk(3, -1))
+        return self.d((0.5 * q @ k.mT).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+
+@xd.register_rule(Odd)
+def odd(module):
+    q, k, v = (xd.Projection(module.abc, slice(8 * i, 8 * i + 8)) for i in range(3))
+    return xd.Attention(module, q, k, v, output=module.d, heads=2, scale=SCALE, weights="compute")
+
+def build(batch=2):
+    return Odd(), torch.randn(batch, 5, 8)
+
+def without_inputs():
+    return Odd()
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "odd_model.py"
+    path.write_text(MODEL_FILE.replace("SCALE", "0.5"))
+    return path
+
+
+def test_verify_takes_a_function_of_ones_own(capsys, model_file):
+    status, out, _ = run(capsys, "verify", f"{model_file}:build", "--set", "batch=3", "--samples=50")
+    assert status == 0
+    assert "All 5 sites agree" in out
+
+
+def test_verify_takes_a_module_of_the_current_folder(capsys, model_file, monkeypatch):
+    monkeypatch.chdir(model_file.parent)
+    monkeypatch.delitem(sys.modules, "odd_model", raising=False)
+    assert run(capsys, "verify", "odd_model:build", "--samples=20", "--components=value")[0] == 0
+
+
+def test_verify_ends_with_1_when_a_rule_is_wrong(capsys, tmp_path):
+    path = tmp_path / "wrong_model.py"
+    path.write_text(MODEL_FILE.replace("SCALE", "0.6"))
+    status, out, _ = run(capsys, "verify", f"{path}:build", "--samples=50")
+    assert status == 1
+    assert "wrong rule" in out
+    assert "1 module described wrongly" in out
+
+
+def test_a_checkpoint_folder_gives_its_own_weights(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = BertModel(BertConfig(vocab_size=30, **config))
+    model.save_pretrained(tmp_path)
+    loaded = load(f"hf:{tmp_path}").model
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+    fresh = load(f"hf:{tmp_path / 'config.json'}").model
+    assert not torch.equal(fresh.embeddings.word_embeddings.weight, model.embeddings.word_embeddings.weight)
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+BAD = {
+    ("verify", "nonsense"): "must be one of",
+    ("verify", "no.such.module:build"): "there is no module 'no",
+    ("verify", "json:nonsense"): "a callable of json: JSONDecoder",
+    ("verify", "no_such_file.py:build"): "a Python file that exists",
+    ("verify", "timm:vit_tinyy_patch16_224"): "such as vit_tiny_patch16_224",
+    ("verify", "hf:berrt"): "such as bert",
+    ("verify", "torch:Nonsense(3)"): "a class of torch.nn",
+    ("verify", "torch:Transformer(d_model=__import__('os'))"): "a class of torch.nn. Got __import__",
+    ("verify", "torch:Transformer(d_model=[].__class__)"): "literals and constructors of torch.nn",
+    ("verify", "torch:TransformerEncoderLayer(16, 5)"): "divisible by num_heads",
+    ("verify", "torch:Linear(3, 4)"): "is not known",
+    ("inspect", "torch:Linear(3, 4)"): "no attention or feed-forward site",
+    ("verify", ENCODER, "--layers", "2"): "indices from 0 to 1",
+    ("verify", ENCODER, "--rate", "1.5"): "a drop rate in [0, 1)",
+    ("verify", ENCODER, "--samples", "1"): "at least 2",
+    ("verify", ENCODER, "--set", "depth"): "key=value",
+    ("verify", ENCODER, "--plot", "no/such/folder/x.png"): "a folder that exists",
+    ("verify", ENCODER, "--components", "nonsense"): "nonsense",
+    ("nonsense",): "nonsense",
+    (): "inspect",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD, ids=" ".join)
+def test_a_command_that_makes_no_sense_ends_with_2_and_says_why(capsys, arguments):
+    status, out, err = run(capsys, *arguments)
+    assert status == 2
+    assert out == ""
+    assert BAD[arguments] in " ".join(err.replace("│", " ").split())
+
+
+def test_a_callable_without_inputs_is_told_how_to_give_them(capsys, model_file):
+    assert run(capsys, "inspect", f"{model_file}:without_inputs")[0] == 0
+    status, _, err = run(capsys, "verify", f"{model_file}:without_inputs")
+    assert status == 2
+    assert "(model, tensor)" in " ".join(err.split())
+    status, _, err = run(capsys, "verify", f"{model_file}:nothing")
+    assert status == 2
+    assert "returns a model, or (model, inputs)" in " ".join(err.split())
+
+
+# ------------------------------------------------------------------------------------------------ help, packaging
+
+
+@pytest.mark.parametrize("command", [(), ("inspect",), ("verify",)], ids=" ".join)
+def test_help_teaches_by_example(capsys, command):
+    status, out, _ = run(capsys, *command, "--help")
+    assert status == 0
+    assert "explicit-dropout verify" in out or "explicit-dropout inspect" in out
+    assert "hf:" in out
+
+
+def test_the_module_runs_and_says_what_is_missing():
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "explicit_dropout",
+        "inspect",
+        "torch:TransformerEncoderLayer(8, 2)",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert "7 sites" in ran.stdout
+    missing = (
+        "import sys; sys.modules['tyro'] = None; from explicit_dropout.cli import main; sys.exit(main(['--help']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", missing], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "pip install 'explicit-dropout[lab]'" in ran.stderr
+
+
+def test_the_documents_show_what_the_commands_print(capsys):
+    """The table of inspect as it is; of verify, the closed forms, for drawn masks differ between machines."""
+    blocks = re.findall(
+        r"^```\n\$ explicit-dropout (.*?)\n(.*?)^```", (ROOT / "docs" / "cli.md").read_text(), re.M | re.S
+    )
+    assert len(blocks) == 2
+    for command, shown in blocks:
+        status, out, _ = run(capsys, *shlex.split(command))
+        assert status == 0
+        printed = [
+            line.split("±")[0].rsplit(maxsplit=1)[0] if "±" in line else line.rstrip() for line in out.splitlines()
+        ]
+        expected = [line.split("±")[0].rsplit(maxsplit=1)[0] if "±" in line else line for line in shown.splitlines()]
+        assert [line for line in printed if "agree" not in line] == [line for line in expected if "agree" not in line]
+
+
+def test_the_command_is_declared():
+    import tomllib
+
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["explicit-dropout"].partition(":")
+    assert getattr(__import__(module, fromlist=[name]), name) is main
+    assert xd.__name__ == "explicit_dropout"

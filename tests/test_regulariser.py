@@ -1,0 +1,428 @@
+"""ExplicitDropout as an object: what it computes, what it leaves alone, what it refuses and in which words."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import explicit_dropout as xd
+from plain import (
+    COMPONENTS,
+    assert_same,
+    encoder,
+    images,
+    llama,
+    llama_penalties,
+    plain_step,
+    step,
+    tokens,
+    vit,
+    vit_penalties,
+)
+
+NOISE = xd.bernoulli(0.2)
+ALL = dict.fromkeys(COMPONENTS, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_images(model):
+    return model(images()).square().sum()
+
+
+def hooks(model):
+    kinds = [
+        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    ]  # fmt: skip
+    return [(path, kind) for path, module in model.named_modules() for kind in kinds if getattr(module, kind)]
+
+
+def rates(model):
+    return [module.p for module in model.modules() if isinstance(module, nn.Dropout)] + [
+        module.dropout for module in model.modules() if isinstance(module, nn.MultiheadAttention)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- what it computes
+
+
+@pytest.mark.parametrize("noise", [xd.paper(0.2), xd.bernoulli(0.2), xd.inverted(0.2), xd.gaussian(0.5)])
+@pytest.mark.parametrize("reduction", ["token", "sample"])
+def test_every_component_equals_the_plain_computation(noise, reduction):
+    model = vit()
+    expected = plain_step(
+        model, run_images, lambda calls: vit_penalties(model, calls, noise, COMPONENTS, reduction=reduction)
+    )
+    reg = xd.ExplicitDropout(model, noise, **ALL, reduction=reduction)
+    assert_same(step(model, reg, run_images), expected)
+
+
+def test_the_reading_of_the_paper_merges_heads_without_scale_and_sums_over_tokens():
+    model, components = vit(), ("query", "key", "query_key", "value", "feed_forward")
+
+    def literal(calls):
+        return {
+            **vit_penalties(model, calls, NOISE, components[:3], heads=1, scale=1.0, reduction="sample"),
+            **vit_penalties(model, calls, NOISE, components[3:], reduction="sample"),
+        }
+
+    expected = plain_step(model, run_images, literal)
+    reg = xd.ExplicitDropout(model, NOISE, **dict.fromkeys(components, 1.0), reading="paper")
+    assert reg.reduction == "sample"
+    assert_same(step(model, reg, run_images), expected)
+
+
+def test_the_reading_of_the_paper_under_rotary_embeddings_turns_each_head():
+    model, noise = llama(num_key_value_heads=4), xd.paper(0.2)
+
+    def run(model):
+        return model(tokens(), labels=tokens()).loss
+
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    def literal(calls):
+        terms = {}
+        for path, module in model.named_modules():
+            if path.endswith("self_attn"):
+                _, call, _ = calls[path][0]
+                x = calls[f"{path}.q_proj"][0][0][0]
+                q, k = (
+                    torch.unflatten(layer(x), -1, (4, -1)).transpose(1, 2) for layer in (module.q_proj, module.k_proj)
+                )
+                q, k = apply_rotary_pos_emb(q, k, *call["position_embeddings"])
+                scores = (q @ k.mT).sum(1)  # heads merged: one score for all of them
+                terms[f"{path}:query"] = 0.5 * noise.mean**2 * scores.tril().square().sum() / x.shape[0]
+        return terms
+
+    expected = plain_step(model, run, literal)
+    reg = xd.ExplicitDropout(model, noise, query=1.0, reading="paper")
+    assert_same(step(model, reg, run), expected)
+
+
+def test_padding_is_read_switched_off_or_given_by_a_function():
+    model, noise = llama(), xd.bernoulli(0.2)
+    mask = torch.arange(6) < torch.tensor([[6], [3], [4]])
+    paths = []
+
+    def given(path, x):
+        paths.append(path)
+        assert x.shape[:2] == mask.shape
+        return mask
+
+    def run(model):
+        return model(tokens(), attention_mask=mask.long()).logits.square().sum()
+
+    components = ["value", "feed_forward"]
+    for padding, counted in (("auto", mask), (None, None), (given, mask)):
+        expected = plain_step(model, run, lambda calls, m=counted: llama_penalties(model, calls, noise, components, m))
+        with xd.ExplicitDropout(model, noise, value=1.0, feed_forward=1.0, padding=padding) as reg:
+            assert_same(step(model, reg, run), expected)
+    assert {f"model.layers.{layer}.self_attn" for layer in range(2)} < set(paths)
+
+
+# ---------------------------------------------------------------------------------------------- what it leaves alone
+
+
+@pytest.mark.parametrize("make", [vit, encoder, llama])
+def test_outputs_and_state_are_bit_identical_with_it_and_no_hook_stays(make):
+    model = make()
+    x = {vit: images(), encoder: torch.randn(2, 5, 16), llama: tokens()}[make]
+
+    def output():
+        found = model(x)
+        return found if isinstance(found, torch.Tensor) else found.logits
+
+    before, keys = output(), list(model.state_dict())
+    noise = xd.paper(0.2) if make is llama else NOISE
+    components = [c for c in COMPONENTS if make is vit or c in ("query", "value", "feed_forward")]
+    reg = xd.ExplicitDropout(model, noise, **dict.fromkeys(components, 1.0))
+    assert torch.equal(output(), before)
+    assert list(model.state_dict()) == keys
+    assert hooks(model)
+    reg.remove()
+    assert not hooks(model)
+    assert torch.equal(output(), before)
+
+
+def trained(regularise, steps=4):
+    model = vit(proj_drop_rate=0.1, attn_drop_rate=0.1)
+    reg = regularise(model)
+    torch.manual_seed(1)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(steps):
+        optimiser.zero_grad()
+        loss = model(images(seed=number)).square().mean()
+        (loss if reg is None else loss + reg()).backward()
+        optimiser.step()
+    return model.state_dict()
+
+
+def test_strength_zero_everywhere_is_bit_identical_to_no_library():
+    without = trained(lambda _: None)
+    for zero in (0.0, [0.0, 0.0], {}, xd.strengths.constant(0.0)):
+        found = trained(lambda model, zero=zero: xd.ExplicitDropout(model, NOISE, **dict.fromkeys(COMPONENTS, zero)))
+        assert all(torch.equal(without[name], found[name]) for name in without)
+
+
+def test_only_the_dropout_of_regularised_sites_is_off_and_only_until_removed():
+    model = encoder(dropout=0.1)
+    before = rates(model)
+    layer = model.layers[0]
+    reg = xd.ExplicitDropout(model, NOISE, feed_forward=1.0, layers=0)
+    assert layer.dropout.p == 0.0
+    assert layer.self_attn.dropout == layer.dropout1.p == layer.dropout2.p == 0.1
+    assert rates(model.layers[1]) == before[: len(rates(model.layers[1]))]
+    assert "switched off at 1 places until remove(): layers.0.dropout.p = 0.1" in reg.summary()
+    reg.remove()
+    assert rates(model) == before
+    with xd.ExplicitDropout(model, NOISE, value=1.0) as reg:
+        assert all(block.self_attn.dropout == 0.0 for block in model.layers)
+        assert all(block.dropout.p == 0.1 for block in model.layers)
+        assert "layers.0.self_attn.dropout = 0.1" in reg.summary()
+    assert rates(model) == before
+    with xd.ExplicitDropout(model, NOISE, value=1.0, feed_forward=1.0, disable_dropout=False) as reg:
+        assert rates(model) == before
+        assert "switched off" not in reg.summary()
+
+
+def test_the_context_manager_removes_it_after_an_error_too():
+    model = encoder(dropout=0.1)
+    before = rates(model)
+    with pytest.raises(ZeroDivisionError), xd.ExplicitDropout(model, NOISE, value=1.0):
+        1 / 0  # noqa: B018
+    assert not hooks(model)
+    assert rates(model) == before
+
+
+def test_the_summary_names_every_site():
+    model = vit()
+    reg = xd.ExplicitDropout(model, NOISE, **ALL)
+    text = reg.summary()
+    for site in reg.sites:
+        assert any(site.path in line and site.component in line for line in text.splitlines())
+    assert repr(reg) == text
+    assert "14 sites" in text
+    reg.remove()
+    assert "Removed" in reg.summary()
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+def assert_untouched(model, before):
+    assert not hooks(model)
+    assert rates(model) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "argument"),
+    [
+        ({}, "strengths"),
+        ({"noise": 0.2, "value": 1.0}, "noise"),
+        ({"value": 1.0, "reading": "literal"}, "reading"),
+        ({"value": 1.0, "reduction": "mean"}, "reduction"),
+        ({"value": 1.0, "padding": "left"}, "padding"),
+        ({"value": 1.0, "padding": 3}, "padding"),
+        ({"value": 1.0, "disable_dropout": "no"}, "disable_dropout"),
+        ({"value": 1.0, "require_all": 1}, "require_all"),
+        ({"value": 1.0, "layers": 2}, "layers"),
+        ({"value": {5: 1.0}}, "value"),
+        ({"model": "vit", "value": 1.0}, "model"),
+    ],
+)
+def test_wrong_arguments_are_named_and_nothing_is_attached(settings, argument):
+    model = encoder(dropout=0.1)
+    before = rates(model)
+    with pytest.raises(xd.InputError, match=f"`{argument}` must be"):
+        xd.ExplicitDropout(**{"model": model, "noise": NOISE, **settings})
+    assert_untouched(model, before)
+
+
+def test_a_model_without_sites_is_told_its_closest_modules():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(xd.UnmatchedModelError, match=r"'0' \(3 → 4\), '2' \(4 → 2\).*register_rule"):
+        xd.ExplicitDropout(model, NOISE, value=1.0)
+    with pytest.raises(xd.UnmatchedModelError, match="none of them is a linear layer"):
+        xd.ExplicitDropout(nn.Conv2d(1, 1, 1), NOISE, value=1.0)
+
+
+def test_a_component_that_the_model_lacks_is_named_with_what_there_is():
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc2(self.fc1(x).relu())
+
+    model = nn.Sequential(Mlp())
+    with pytest.raises(xd.UnmatchedModelError, match=r"has no value site, only feed_forward .*register_rule"):
+        xd.ExplicitDropout(model, NOISE, feed_forward=1.0, value=1.0)
+    assert not hooks(model)
+
+
+def test_a_second_regulariser_on_a_model_or_a_part_of_it_is_refused():
+    model = vit()
+    reg = xd.ExplicitDropout(model, NOISE, value=1.0)
+    with pytest.raises(xd.InputError, match=r"without a regulariser: call remove\(\)"):
+        xd.ExplicitDropout(model, NOISE, feed_forward=1.0)
+    for whole_or_part in (model.blocks, nn.Sequential(model)):
+        with pytest.raises(xd.InputError, match=r"call remove\(\) of the one it has"):
+            xd.ExplicitDropout(whole_or_part, NOISE, value=1.0)
+    number = len(hooks(model))
+    reg.remove()
+    again = xd.ExplicitDropout(model, NOISE, value=1.0)
+    assert len(hooks(model)) == number
+    run_images(model)
+    again()
+
+
+def test_calls_out_of_order_are_errors():
+    model = vit()
+    reg = xd.ExplicitDropout(model, NOISE, value=1.0)
+    with pytest.raises(xd.CollectionError, match="no training forward pass of VisionTransformer since the last call"):
+        reg()
+    run_images(model)
+    reg()
+    with pytest.raises(xd.CollectionError, match="no training forward pass"):
+        reg()
+    model.forward(images())
+    with pytest.raises(xd.CollectionError, match="not its forward method"):
+        reg()
+    reg.remove()
+    reg.remove()
+    with pytest.raises(xd.CollectionError, match="removed"):
+        reg()
+
+
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.skip = vit(), True
+
+    def forward(self, x):
+        x = self.body.patch_embed(x)
+        return self.body.blocks[0](x) if self.skip else self.body.blocks(x)
+
+
+def test_sites_that_never_fired_are_named():
+    model = Skipping()
+    reg = xd.ExplicitDropout(model, NOISE, value=1.0)
+    run_images(model)
+    with pytest.raises(xd.CollectionError, match=r"1 of 2 sites did not fire.*body\.blocks\.1\.attn:value.*layers="):
+        reg()
+    reg.remove()
+    reg = xd.ExplicitDropout(model, NOISE, value=1.0, require_all=False)
+    run_images(model)
+    reg()
+    assert list(reg.terms()) == ["body.blocks.0.attn:value"]
+
+
+def test_a_part_in_eval_mode_is_named():
+    model = vit()
+    reg = xd.ExplicitDropout(model, NOISE, value=1.0)
+    model.blocks[1].eval()
+    run_images(model)
+    with pytest.raises(xd.CollectionError, match=r"blocks\.1\.attn:value"):
+        reg()
+
+
+def test_a_padding_mask_that_does_not_fit_is_an_error_with_the_remedy():
+    model = llama()
+    for bad in (torch.ones(3, 5, dtype=torch.bool), torch.ones(3, 6), "left"):
+        with (
+            xd.ExplicitDropout(model, NOISE, value=1.0, padding=lambda *_, bad=bad: bad),
+            pytest.raises(xd.CollectionError, match=r"layers\.0\.self_attn.*padding=None"),
+        ):
+            model(tokens())
+
+
+class Reshaping(nn.Module):
+    """Cuts its sequence in two before the Transformer, so the mask of its own argument no longer fits."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = encoder()
+
+    def forward(self, x, attention_mask=None):  # noqa: ARG002
+        return self.body(x.reshape(2 * x.shape[0], x.shape[1] // 2, x.shape[2]))
+
+
+def test_a_mask_of_the_whole_model_that_does_not_fit_is_an_error_with_the_remedy():
+    model = Reshaping()
+    x, mask = torch.randn(2, 4, 16), torch.ones(2, 4)
+    with (
+        xd.ExplicitDropout(model, NOISE, feed_forward=1.0),
+        pytest.raises(xd.CollectionError, match=r"attention_mask .*\(2, 4\).*\(4, 2\).*layers\.0.*padding=None"),
+    ):
+        model(x, mask)
+    with xd.ExplicitDropout(model, NOISE, feed_forward=1.0, padding=None) as reg:
+        model(x, mask)
+        assert_close(reg().detach(), sum(reg.terms().values()))
+
+
+def test_a_constructor_that_fails_half_way_leaves_nothing_behind(monkeypatch):
+    model = encoder(dropout=0.1)
+    before = rates(model)
+    registered = nn.TransformerEncoderLayer.register_forward_hook
+
+    def fails(*_, **__):
+        raise RuntimeError("no more hooks")
+
+    monkeypatch.setattr(nn.TransformerEncoderLayer, "register_forward_hook", fails)
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        xd.ExplicitDropout(model, NOISE, value=1.0, feed_forward=1.0)
+    monkeypatch.setattr(nn.TransformerEncoderLayer, "register_forward_hook", registered)
+    assert_untouched(model, before)
+
+    class Stubborn(nn.Dropout):
+        def __setattr__(self, name, value):
+            if name == "p" and "p" in self.__dict__:
+                raise RuntimeError("fixed rate")
+            super().__setattr__(name, value)
+
+    model.layers[1].dropout = Stubborn(0.1)
+    before = rates(model)
+    with pytest.raises(RuntimeError, match="fixed rate"):
+        xd.ExplicitDropout(model, NOISE, feed_forward=1.0)
+    assert_untouched(model, before)
+
+
+def test_what_cannot_be_exact_is_refused_by_name():
+    with pytest.raises(xd.UnsupportedSiteError, match=r"model\.layers\.0\.self_attn:query: rotary.*paper\(p\)"):
+        xd.ExplicitDropout(llama(), xd.inverted(0.2), query=1.0)
+    with pytest.raises(
+        xd.UnsupportedSiteError, match=r"as many key heads as query heads, not 2 and 4.*reading='model'"
+    ):
+        xd.ExplicitDropout(llama(), xd.paper(0.2), query=1.0, reading="paper")
+
+
+def test_adapters_that_are_no_plain_lora_are_refused():
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    for config in (
+        LoraConfig(r=2, target_modules=["v_proj"], use_dora=True),
+        LoraConfig(r=2, target_modules=["v_proj"], lora_bias=True, bias="none"),
+        IA3Config(target_modules=["v_proj"], feedforward_modules=[]),
+    ):
+        model = get_peft_model(llama(attention_bias=True), config)
+        with pytest.raises(xd.UnsupportedSiteError, match=r"self_attn:value: its adapter 'default' .*no plain LoRA"):
+            xd.ExplicitDropout(model, NOISE, value=1.0)
+
+
+def test_a_weight_that_was_replaced_or_taken_apart_is_refused():
+    model = encoder()
+    reg = xd.ExplicitDropout(model, NOISE, feed_forward=1.0)
+    model(torch.randn(2, 4, 16))
+    model.layers[0].linear1.weight = nn.Parameter(torch.zeros(512))
+    with pytest.raises(
+        xd.UnsupportedSiteError, match=r"layers\.0\.linear1:feed_forward: its weight has the shape \(512,\)"
+    ):
+        reg()

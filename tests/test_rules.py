@@ -1,0 +1,274 @@
+"""A rule of one's own: ten lines describe a model, and check_rule proves them or says what is wrong with them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import explicit_dropout as xd
+from explicit_dropout import perturbation, regulariser, sites
+from explicit_dropout.sites import Pairs
+from explicit_dropout.testing import CHECKS, RuleError, check_rule
+
+WIDTH, HEADS, KEY_HEADS, HIDDEN = 12, 4, 2, 20
+HEAD = WIDTH // HEADS
+
+
+class Mixer(nn.Module):
+    """Causal attention with two key heads for four query heads, under names that no rule of the library knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix_in = nn.Linear(WIDTH, (HEADS + 2 * KEY_HEADS) * HEAD)
+        self.mix_out = nn.Linear(WIDTH, WIDTH)
+        self.idle = nn.Linear(WIDTH, WIDTH)
+        self.noise = nn.Dropout(0.3)
+
+    def forward(self, x):
+        q, k, v = self.mix_in(x).split((HEADS * HEAD, KEY_HEADS * HEAD, KEY_HEADS * HEAD), -1)
+        q, k, v = (torch.unflatten(part, -1, (-1, HEAD)).transpose(1, 2) for part in (q, k, v))
+        k, v = (part.repeat_interleave(HEADS // KEY_HEADS, 1) for part in (k, v))
+        scores = 0.7 * q @ k.mT + self.position(x)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = self.noise(scores.masked_fill(hidden, -torch.inf).softmax(-1))
+        return self.mix_out((weights @ v).transpose(1, 2).flatten(2))
+
+    def position(self, x):  # what the model adds to its scores, which is no business of the rule's
+        return 0.1 * torch.arange(x.shape[1], dtype=x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer = Mixer()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.idle = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.mixer(x)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def attention(module, **changes):
+    ends = [0, HEADS * HEAD, (HEADS + KEY_HEADS) * HEAD, (HEADS + 2 * KEY_HEADS) * HEAD]
+    query, key, value = (xd.Projection(module.mix_in, slice(*ends[i : i + 2])) for i in range(3))
+    description = {
+        "query": query, "key": key, "value": value, "output": module.mix_out, "heads": HEADS, "key_heads": KEY_HEADS,
+        "scale": 0.7, "causal": True, "weights": module.noise,
+    }  # fmt: skip
+    return xd.Attention(module, **{**description, **changes})
+
+
+def feed_forward(module):
+    return xd.FeedForward((xd.Projection(module.up), xd.Projection(module.down)))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def use(monkeypatch, rule=attention, block=feed_forward):
+    monkeypatch.setitem(sites._RULES, Mixer, rule)
+    monkeypatch.setitem(sites._RULES, Block, block)
+
+
+def test_a_right_rule_passes_every_check(monkeypatch, x):
+    use(monkeypatch)
+    model = nn.Sequential(Block())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check_rule(model, x)
+    assert set(report.passed) == set(CHECKS)
+    assert report.skipped == []
+    assert len(report.sites) == 7
+    assert "7 sites proved" in str(report)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def swapped(module):
+    right = attention(module)
+    return attention(module, key=right.value, value=right.key)
+
+
+def queries_for_keys(module):
+    """As many keys as queries, so that nothing but the roles is wrong."""
+    right = attention(module)
+    first = xd.Projection(module.mix_in, slice(0, KEY_HEADS * HEAD))
+    return attention(module, query=right.key, key=first, heads=KEY_HEADS, key_heads=KEY_HEADS)
+
+
+def shuffled(module):
+    """The rows of the query heads, interleaved as some families have them."""
+    rows = tuple(head * HEAD + i for i in range(HEAD) for head in range(HEADS))
+    return attention(module, query=xd.Projection(module.mix_in, rows))
+
+
+def data_dependent(attention, call, x, context):  # noqa: ARG001
+    return Pairs(causal=bool(x.sum() < 1e9))
+
+
+WRONG = {
+    "key and value swapped": (swapped, "values", "do not|does not average"),
+    "key projection never called": (lambda m: attention(m, key=xd.Projection(m.idle)), "fires", "never called"),
+    "wrong number of heads": (
+        lambda m: attention(m, heads=HEADS // 2, key_heads=KEY_HEADS // 2),
+        "values|scores",
+        "failed for",
+    ),
+    "wrong number of key heads": (lambda m: attention(m, key_heads=1), "values|scores", "failed for"),
+    "wrong scale": (lambda m: attention(m, scale=0.8), "scores", "Check `heads`, `key_heads`, `scale`"),
+    "scale left out": (lambda m: attention(m, scale=None), "scores", "relative gap"),
+    "query rows in another order": (shuffled, "scores", "rows of `query`"),
+    "queries and keys swapped": (queries_for_keys, "values|scores", "failed for"),
+    "causal left out": (lambda m: attention(m, causal=False), "pairs", "never sees"),
+    "weight transposed": (lambda m: attention(m, value=xd.Projection(m.idle, transposed=True)), "fires", "failed for"),
+    "output projection elsewhere": (lambda m: attention(m, output=m.idle), "values", "output projection"),
+    "weights computed past a bias": (lambda m: attention(m, weights="compute"), "weights", "attended_value"),
+    "weights of another module": (lambda m: attention(m, weights=m.mix_out), "weights", "relative gap"),
+    "pairs that depend on data": (lambda m: attention(m, pairs=data_dependent), "compile", "failed for"),
+    "pairs that cannot be pickled": (lambda m: attention(m, pairs=lambda *_: Pairs(causal=True)), "pickle", "lambda"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_rule_is_caught_by_name(monkeypatch, model, x, mistake):
+    rule, check, message = WRONG[mistake]
+    use(monkeypatch, rule)
+    with pytest.raises(RuleError, match=message) as caught:
+        check_rule(model, x, samples=64, compile=check == "compile")
+    first = caught.value.failures[0]
+    assert first.check in check.split("|"), str(first)
+    if check not in ("compile", "pickle"):
+        assert "mixer" in first.site
+    assert isinstance(caught.value, xd.ExplicitDropoutError)
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_a_feed_forward_layer_that_is_never_called_is_caught(monkeypatch, model, x):
+    use(monkeypatch, block=lambda m: xd.FeedForward((xd.Projection(m.up), xd.Projection(m.idle))))
+    with pytest.raises(RuleError, match=r"fires failed for 0\.idle: the layer projection \(Linear\) is never called"):
+        check_rule(model, x)
+
+
+class Square(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.square = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.square(x)
+
+
+def test_a_layer_stored_transposed_is_caught(monkeypatch, x):
+    rule = lambda m: xd.FeedForward((xd.Projection(m.square, transposed=True),))  # noqa: E731
+    monkeypatch.setitem(sites._RULES, Square, rule)
+    with pytest.raises(RuleError, match=r"projection failed for square: .* not x Wᵀ \+ b"):
+        check_rule(Square(), x)
+
+
+def test_a_closed_form_that_is_wrong_is_caught(monkeypatch, model, x):
+    """No rule can make it so; a slip in the library could."""
+    use(monkeypatch)
+    norms = regulariser.column_norms
+    monkeypatch.setattr(regulariser, "column_norms", lambda weight: 1.5 * norms(weight))
+    with pytest.raises(RuleError, match=r"exact failed for 0\.mixer:value: the closed form says .* perturbed calls"):
+        check_rule(model, x, compile=False)
+
+
+def test_a_site_without_gradient_is_caught(monkeypatch, model, x):
+    use(monkeypatch)
+    with torch.no_grad():
+        model[1].up.weight.zero_()
+        model[1].up.bias.zero_()  # gelu(0) = 0: the next layer sees nothing
+    with pytest.raises(RuleError, match=r"gradient failed for 1\.down:feed_forward: that of the own weight is zero"):
+        check_rule(model, x, compile=False)
+
+
+def test_all_mistakes_of_a_kind_are_told_at_once(monkeypatch, model, x):
+    use(monkeypatch, lambda m: attention(m, scale=0.5))
+    with pytest.raises(RuleError) as caught:
+        check_rule(model, x)
+    assert [failure.site for failure in caught.value.failures] == ["0.mixer:query_key", "1.mixer:query_key"]
+
+
+def test_a_model_without_a_rule_is_no_pass():
+    with pytest.raises(xd.UnmatchedModelError, match="register_rule"):
+        check_rule(nn.Linear(3, 3), torch.randn(2, 3))
+
+
+def test_what_cannot_be_checked_is_reported_not_passed_over(monkeypatch, model, x):
+    use(monkeypatch, lambda m: attention(m, obstacle="queries are normalised"))
+    report = check_rule(model, x, compile=False)
+    assert any("scores of 0.mixer: queries are normalised" in line for line in report.skipped)
+    assert any("0.mixer:query: queries are normalised" in line for line in report.skipped)
+
+
+def test_the_rules_of_torch_nn_pass():
+    torch.manual_seed(0)
+    host = nn.Transformer(8, 2, 1, 1, 12, batch_first=True)
+    report = check_rule(host, torch.randn(2, 6, 8), torch.randn(2, 4, 8), compile=False)
+    assert len(report.sites) == 7 + 12
+
+
+def test_the_rules_for_rotary_and_relative_positions_pass():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+    ids = torch.randint(5, 30, (2, 6))
+    llama = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=30, num_key_value_heads=2, **size))
+    assert "scores" in check_rule(llama, input_ids=ids, use_cache=False, compile=False).passed
+    config = transformers.T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
+    report = check_rule(
+        transformers.T5Model(config), input_ids=ids, decoder_input_ids=ids, use_cache=False, compile=False
+    )
+    assert "exact" in report.passed
+
+
+# ------------------------------------------------------------------------------------------------ perturbation
+
+
+def test_attention_weights_are_read_out_of_the_real_attention(monkeypatch, model, x):
+    use(monkeypatch)
+    layer = sites.find_layers(model)[0]
+    taken = perturbation.record(model, [layer], (x,), {})
+    with perturbation.steady(model):
+        read = perturbation.AttentionAgain(layer.described, taken.of(layer)[0]).weights()
+    seen = []
+    model[0].mixer.noise.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(x)
+    torch.testing.assert_close(read, seen[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_steady_model_draws_nothing_and_goes_back_to_what_it_was():
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.5, batch_first=True), nn.Dropout(0.5))
+    host.eval()
+    host[1].train()
+    x = torch.randn(2, 5, 8)
+    state = torch.get_rng_state()
+    with perturbation.steady(host):
+        assert host.training
+        first, second = host(x), host(x)
+    assert torch.equal(first, second)
+    assert [module.training for module in (host, host[0], host[1])] == [False, False, True]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_one_mask_without_variance_is_measured_exactly(monkeypatch, model, x):
+    use(monkeypatch)
+    layer = sites.find_layers(model)[0]
+    taken = perturbation.record(model, [layer], (x,), {})
+    value = next(site for site in sites.sites_of(layer) if site.component == "value")
+    with perturbation.steady(model):
+        drawn = perturbation.measure(value, taken.of(layer), xd.paper(0.3), 100)
+    weight, _ = layer.described.value.parameters()
+    assert drawn.samples == 1
+    assert drawn.standard_error == 0
+    torch.testing.assert_close(drawn.mean.float(), xd.functional.value(x, weight, xd.paper(0.3)).detach())
