@@ -31,7 +31,7 @@ bench: $(VENV)/.installed  ## closed forms against the paper's traces on this ma
 
 docs: $(VENV)/.installed  ## the documentation site, in site/
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	$(RUN) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site build .mypy_cache .pytest_cache .ruff_cache .hypothesis
