@@ -34,7 +34,7 @@ reg = xd.ExplicitDropout(model, xd.inverted(0.1), value=1e-2, feed_forward=1e-3)
 print(reg.summary())
 optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-for epoch in range(4):
+for epoch in range(3):
     for batch in train[torch.randperm(len(train))].split(50):
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
         penalty = reg()

@@ -388,8 +388,8 @@ def test_accelerate_ends_with_the_weights_of_a_plain_loop(accumulation):
 # ------------------------------------------------------------------------------------------------ examples
 
 
-RUN = "import sys, runpy; sys.path.insert(0, sys.argv.pop(1)); import conftest; sys.argv = sys.argv[1:]; "
-RUN += "runpy.run_path(sys.argv[0], run_name='__main__')"
+RUN = "import sys, runpy; sys.path.insert(0, sys.argv.pop(1)); import conftest, torch; torch.set_num_threads(1); "
+RUN += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def run_example(*command):

@@ -188,7 +188,7 @@ def test_a_site_without_gradient_is_caught(monkeypatch, model, x):
         model[1].up.weight.zero_()
         model[1].up.bias.zero_()  # gelu(0) = 0: the next layer sees nothing
     with pytest.raises(RuleError, match=r"gradient failed for 1\.down:feed_forward: that of the own weight is zero"):
-        check_rule(model, x, compile=False)
+        check_rule(model, x, samples=64, compile=False)
 
 
 def test_all_mistakes_of_a_kind_are_told_at_once(monkeypatch, model, x):
@@ -205,7 +205,7 @@ def test_a_model_without_a_rule_is_no_pass():
 
 def test_what_cannot_be_checked_is_reported_not_passed_over(monkeypatch, model, x):
     use(monkeypatch, lambda m: attention(m, obstacle="queries are normalised"))
-    report = check_rule(model, x, compile=False)
+    report = check_rule(model, x, samples=64, compile=False)
     assert any("scores of 0.mixer: queries are normalised" in line for line in report.skipped)
     assert any("0.mixer:query: queries are normalised" in line for line in report.skipped)
 
@@ -223,7 +223,7 @@ def test_the_rules_for_rotary_and_relative_positions_pass():
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
     ids = torch.randint(5, 30, (2, 6))
     llama = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=30, num_key_value_heads=2, **size))
-    assert "scores" in check_rule(llama, input_ids=ids, use_cache=False, compile=False).passed
+    assert "scores" in check_rule(llama, input_ids=ids, use_cache=False, samples=64, compile=False).passed
     config = transformers.T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
     report = check_rule(
         transformers.T5Model(config), input_ids=ids, decoder_input_ids=ids, use_cache=False, compile=False

@@ -32,6 +32,8 @@ from explicit_dropout.sites import Attention, FeedForward, Layer, Pairs, Project
 
 CHUNK_ELEMENTS = 2**23
 """Numbers that the draws of one chunk may take."""
+CACHES = {"past_key_value", "past_key_values", "layer_past"}
+"""Arguments that keep keys and values from call to call, which a call that is repeated must not see."""
 Tick = Callable[[int], None]
 """Told how many more masks have been drawn."""
 
@@ -124,6 +126,7 @@ class Record:
 
 def _listen(item: Attention | FeedForward, taken: Record, stack: ExitStack) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
         taken.begin(item, _arguments(module, args, kwargs), args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

@@ -373,7 +373,11 @@ def _gradients(
         model.zero_grad()
         with ExplicitDropout(model, law, padding=None, **strengths([site])) as reg, steady(model):
             model(*inputs, **keywords)
-            reg().backward()  # type: ignore[no-untyped-call]
+            try:
+                reg().backward()  # type: ignore[no-untyped-call]
+            except RuntimeError as error:  # what a hook has seen was changed in place later, say
+                failures.append(Failure("gradient", site.name, str(error).partition("\n")[0]))
+                continue
         for member in same:
             for role, projection in _parameters_of(member):
                 failures += _gradient(member, role, projection)
