@@ -211,6 +211,37 @@ def fsdp_accumulated_without_reduction(rank):
 
 
 @case
+def fsdp_every_layer_a_unit_of_its_own(rank):
+    noise, mesh = xd.bernoulli(0.2), dist.device_mesh.init_device_mesh("cpu", (2,))
+    for attach_first in (True, False):
+        model = Model()
+        expected = whole(model, noise, LINEAR)
+        if attach_first:
+            reg = xd.ExplicitDropout(model, noise, **LINEAR)
+        for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if not attach_first:
+            reg = xd.ExplicitDropout(model, noise, **LINEAR)
+        (model(mine(rank)).square().mean() + reg()).backward()
+        compare(model, reg.terms(), expected)
+
+
+@case
+def fsdp_refuses_scores_where_every_layer_is_a_unit_of_its_own(rank):
+    mesh, model = dist.device_mesh.init_device_mesh("cpu", (2,)), Model()
+    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+        fully_shard(layer, mesh=mesh)
+    xd.ExplicitDropout(fully_shard(model, mesh=mesh), xd.paper(0.2), query=1.0)
+    try:
+        model(mine(rank))
+    except xd.UnsupportedSiteError as error:
+        assert "blocks.0.attention:query: its projections are sharded one by one" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("it was not refused")
+
+
+@case
 def fsdp_refuses_what_keeps_a_weight(_):
     for component in SCORES:
         try:

@@ -26,7 +26,7 @@ class Before:
 
 
 class After:
-    """Hooks after the call of a module, as one. When the call has failed there is no output: only what tidies up runs."""
+    """Hooks after the call of a module, as one. A call that failed has no output: only what tidies up runs then."""
 
     def __init__(self, collector: Collector, hooks: list[Any]) -> None:
         self.collector, self.hooks = collector, hooks

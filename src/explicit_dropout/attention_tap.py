@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from explicit_dropout import functional
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
-from explicit_dropout.sites import Attention, Pairs, Site
+from explicit_dropout.sites import Attention, Pairs, Projection, Site
 from explicit_dropout.taps import Tap, wide
+from explicit_dropout.weights import is_sharded
 
 Rotation = Callable[[Tensor], Tensor]
 
@@ -82,7 +83,7 @@ class AttentionCall:
     def _scores(self, site: Site) -> None:
         attention, tap, pairs = self.attention, self.tap, self.masks()
         x, context = self._present(self.x, "query"), self._present(self.context, "key")
-        (query_weight, query_bias), (key_weight, key_bias) = attention.query.parameters(), attention.key.parameters()
+        (query_weight, query_bias), (key_weight, key_bias) = _whole(attention.query), _whole(attention.key)
         options: dict[str, Any] = {}
         if context is not x or pairs.mask is not None or pairs.context_mask is not None:
             options |= {"context": context, "context_mask": pairs.context_mask}
@@ -114,7 +115,7 @@ class AttentionCall:
 
     def _attended_value(self, site: Site) -> None:
         attention, tap = self.attention, self.tap
-        weight, bias = attention.value.parameters()
+        weight, bias = _whole(attention.value)
         values, attended = self._present(self.values, "value"), self._attended()
         weights = self._weights() if tap.noise.variance or attended is None else None
         rows = attended if attended is not None else self._present(self.x, "query")
@@ -164,7 +165,7 @@ class AttentionCall:
             if attention.inputs is None:
                 out = projection.of(wide(self.seen[role + " out"]))
             else:
-                weight, bias = projection.parameters()
+                weight, bias = _whole(projection)
                 out = wide(self._present(x, role)) @ wide(weight).mT
                 out = out if bias is None else out + wide(bias)
             number = attention.heads if role == "query" else attention.key_heads or attention.heads
@@ -199,6 +200,16 @@ class MergedRotation:
         """Rotate (batch, 1, 1, token, heads · width)."""
         by_head = torch.unflatten(merged.squeeze(2), -1, (self.heads, -1)).transpose(2, 3)
         return self.rotary(by_head).transpose(2, 3).flatten(3).unsqueeze(2)
+
+
+def _whole(projection: Projection) -> tuple[Tensor, Tensor | None]:
+    weight, bias = projection.parameters()
+    if is_sharded(weight):
+        raise UnsupportedSiteError(
+            "its projections are sharded one by one and taken away before its call is over; apply fully_shard to the "
+            "attention module or to its block instead"
+        )
+    return weight, bias
 
 
 def _refuse_masks_by_head(allowed: Tensor | None) -> None:

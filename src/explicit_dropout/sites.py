@@ -78,8 +78,7 @@ class Projection:
         if self.rows is None:
             return tensor
         if isinstance(self.rows, slice):
-            start, stop = self.rows.start or 0, self.rows.stop  # indices() of a slice is not compiled by torch 2.11
-            return tensor.narrow(dim, start, (tensor.shape[dim] if stop is None else stop) - start)
+            return tensor.narrow(dim, self.rows.start or 0, _length(self.rows, tensor.shape[dim]))
         return tensor.index_select(dim, torch.tensor(self.rows, device=tensor.device))
 
     @property
@@ -90,7 +89,7 @@ class Projection:
             raise InputError("module", f"one with a matrix {self.weight!r}", type(self.module).__name__)
         out, width = reversed(weight.shape) if self.transposed else weight.shape
         if isinstance(self.rows, slice):
-            return len(range(*self.rows.indices(out))), width
+            return _length(self.rows, out), width
         return out if self.rows is None else len(self.rows), width
 
 
@@ -352,6 +351,11 @@ def sites_of(layer: Layer) -> Iterator[Site]:
             source=layer,
             projection=projection,
         )
+
+
+def _length(rows: slice, size: int) -> int:
+    """How many of so many rows a slice from the front takes. (torch 2.11 does not compile `slice.indices`.)"""
+    return (size if rows.stop is None else min(rows.stop, size)) - (rows.start or 0)
 
 
 def _attribute(module: nn.Module, dotted: str) -> Tensor | None:
