@@ -623,3 +623,43 @@ def test_threads_get_their_own_terms(lock_step):
             assert_close(total, expected[number][0], rtol=1e-4, atol=1e-6)
             for name, gradient, wanted in zip(names, grads, expected[number][1], strict=True):
                 assert_close(gradient, wanted, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+class InPlace(nn.Module):
+    """Attention and a feed-forward network that change outputs of their linear layers in place."""
+
+    def __init__(self, scale_in_place):
+        super().__init__()
+        self.num_heads, self.scale_in_place = 2, scale_in_place
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if self.scale_in_place:
+            q *= 2
+        x = self.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.fc2(self.fc1(x).relu_())
+
+
+def test_outputs_that_the_model_changes_in_place_are_taken_as_the_layer_made_them():
+    torch.manual_seed(0)
+    model, x = InPlace(scale_in_place=False).double(), torch.randn(2, 5, 8, dtype=torch.float64)
+    reg = xd.ExplicitDropout(model, xd.bernoulli(0.2), feed_forward=1.0)
+    inputs = {}
+    for layer in (model.fc1, model.fc2):
+        layer.register_forward_pre_hook(lambda module, args: inputs.__setitem__(module, args[0]))
+    model(x)
+    penalty = reg()
+    plain = sum(xd.functional.linear(h, layer.weight, xd.bernoulli(0.2)) for layer, h in inputs.items())
+    torch.testing.assert_close(penalty.double(), plain, rtol=1e-6, atol=0)
+    weights = [model.fc1.weight, model.fc2.weight]
+    penalties = torch.autograd.grad(penalty, weights, retain_graph=True), torch.autograd.grad(plain, weights)
+    torch.testing.assert_close(*penalties, rtol=1e-6, atol=1e-9)
+
+
+def test_queries_that_the_model_changes_in_place_are_refused():
+    model = InPlace(scale_in_place=True)
+    xd.ExplicitDropout(model, xd.bernoulli(0.2), query=1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="in place"):
+        model(torch.randn(2, 5, 8))

@@ -38,7 +38,7 @@ class AttentionCall:
     def __init__(self, tap: Tap, attention: Attention, output: Any) -> None:
         self.tap, self.attention, self.output = tap, attention, output
         observed = tap.observed()
-        self.call, self.seen = observed.call, observed.tensors
+        self.call, self.seen, self.versions = observed.call, observed.tensors, observed.versions
         self.x, self.context, self.values = (self._input(role) for role in ("query", "key", "value"))
         self.pairs: Pairs | None = None
 
@@ -49,6 +49,16 @@ class AttentionCall:
             return self.seen.get(role)
         x = cast("Tensor", self.call[attention.inputs[("query", "key", "value").index(role)]])
         return x if attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
+
+    def _projected(self, role: str) -> Tensor:
+        """What the query or key projection has made, as it made it."""
+        output = self._present(self.seen.get(role + " out"), role)
+        if not torch.compiler.is_compiling() and output._version != self.versions.get(role, output._version):
+            raise UnsupportedSiteError(
+                f"the model changes the output of its {role} projection in place, so what the projection made is lost. "
+                "Let it write a new tensor instead, or use value or feed_forward here"
+            )
+        return output
 
     def _present(self, tensor: Tensor | None, role: str) -> Tensor:
         if tensor is None:
@@ -88,8 +98,8 @@ class AttentionCall:
         if context is not x or pairs.mask is not None or pairs.context_mask is not None:
             options |= {"context": context, "context_mask": pairs.context_mask}
         if attention.inputs is None:
-            options["queries"] = attention.query.of(self.seen["query out"])
-            options["keys"] = attention.key.of(self.seen["key out"])
+            options["queries"] = attention.query.of(self._projected("query"))
+            options["keys"] = attention.key.of(self._projected("key"))
         rotary = self._rotary()
         if tap.merged_heads:
             _refuse_masks_by_head(pairs.allowed)
@@ -163,7 +173,7 @@ class AttentionCall:
         attention, heads = self.attention, []
         for role, projection, x in (("query", attention.query, self.x), ("key", attention.key, self.context)):
             if attention.inputs is None:
-                out = projection.of(wide(self.seen[role + " out"]))
+                out = projection.of(wide(self._projected(role)))
             else:
                 weight, bias = _whole(projection)
                 out = wide(self._present(x, role)) @ wide(weight).mT

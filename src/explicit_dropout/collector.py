@@ -67,6 +67,7 @@ class Observed:
     def __init__(self, call: Mapping[str, Any]) -> None:
         self.call = call
         self.tensors: dict[str, Tensor] = {}
+        self.versions: dict[str, int] = {}  # of the outputs among them, which change with every in-place operation
 
 
 class Slot:

@@ -107,6 +107,8 @@ class Tap:
         penalty = columns = None
         if coherent_part_needed(self.noise):
             weight, bias = projection_of(site).parameters()
+            if output is not None and bias is None:
+                output = output.clone()  # the model may go on to change its own in place
             coherent = Noise(self.noise.mean, 0.0)
             penalty = functional.linear(
                 x, weight, coherent, bias=bias, output=output, mask=mask, reduction="none"
@@ -183,8 +185,11 @@ class SeenHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if self.tap.watching(module):
-            tensors = self.tap.observed().tensors
-            tensors[self.role], tensors[self.role + " out"] = only_input(self.tap.path, args, kwargs), output
+            observed = self.tap.observed()
+            observed.tensors[self.role] = only_input(self.tap.path, args, kwargs)
+            observed.tensors[self.role + " out"] = output
+            if not torch.compiler.is_compiling():
+                observed.versions[self.role] = output._version
 
 
 class InputHook:
