@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--growth", type=int, nargs="*", default=GROWTH, help="tokens of the growth curve")
     parser.add_argument("--output", type=Path, help="write OUTPUT.md and OUTPUT.json")
     options = parser.parse_args()
-    command = "python " + " ".join(sys.argv)
+    command = "python " + shlex.join(sys.argv)
 
     print(HEADER)
     rows = compare(options.batch, options.device, tuple(options.tokens), tuple(options.widths))

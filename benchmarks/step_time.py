@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=2.0, help="seconds of repeats for each cell")
     parser.add_argument("--output", type=Path, help="write OUTPUT.md and OUTPUT.json, after every cell")
     options = parser.parse_args()
-    facts = {"command": "python " + " ".join(sys.argv), "environment": environment(options.device)}
+    facts = {"command": "python " + shlex.join(sys.argv), "environment": environment(options.device)}
     rows: list[dict[str, Any]] = []
     for name, (make, batch) in models(options.device).items():
         if options.models and not any(part in name for part in options.models):

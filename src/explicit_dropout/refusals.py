@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from explicit_dropout.collector import Collector
 from explicit_dropout.errors import CollectionError, InputError, UnmatchedModelError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
+from explicit_dropout.hooks.collector import Collector
+from explicit_dropout.hooks.taps import projection_of
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, Component, Layer, Site, sites_of
-from explicit_dropout.taps import projection_of
 from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
 
 SCORES = ("query", "key", "query_key")

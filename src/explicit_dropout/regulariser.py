@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from explicit_dropout.attaching import Plan
-from explicit_dropout.collector import MOST_FORWARDS, Collector, Term
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
+from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term
+from explicit_dropout.hooks.plan import Plan
+from explicit_dropout.hooks.taps import Padding, Tap, projection_of
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (
     check_components,
@@ -28,7 +29,6 @@ from explicit_dropout.refusals import (
 from explicit_dropout.sites import COMPONENTS, Dropout, Layer, Site, find_layers, sites_of
 from explicit_dropout.strengths import Schedule, Strength, by_layer
 from explicit_dropout.table import table
-from explicit_dropout.taps import Padding, Tap, projection_of
 from explicit_dropout.weights import column_norms, is_sharded, mean_over_ranks
 
 __all__ = ["MOST_FORWARDS", "ExplicitDropout"]

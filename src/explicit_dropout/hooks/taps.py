@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout import functional
-from explicit_dropout.calls import argument_names, named_call, only_input
-from explicit_dropout.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed, rows_zeroed
+from explicit_dropout.hooks.calls import argument_names, named_call, only_input
+from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout.calls import argument_names, named_call
 from explicit_dropout.errors import CollectionError
+from explicit_dropout.hooks.calls import argument_names, named_call
 
 MOST_FORWARDS = 64
 """Forward passes that may wait for a call of the regulariser; more are a loop that forgot to call it."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from explicit_dropout import functional
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
+from explicit_dropout.hooks.taps import Tap, wide
 from explicit_dropout.sites import Attention, Pairs, Projection, Site
-from explicit_dropout.taps import Tap, wide
 from explicit_dropout.weights import is_sharded
 
 Rotation = Callable[[Tensor], Tensor]

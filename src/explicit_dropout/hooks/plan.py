@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from explicit_dropout.attention_tap import AttentionHook
-from explicit_dropout.collector import Collector, RootAfter, RootBefore
+from explicit_dropout.hooks.attention import AttentionHook
+from explicit_dropout.hooks.collector import Collector, RootAfter, RootBefore
+from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, LinearHook, SeenHook, Tap, projection_of
 from explicit_dropout.sites import Attention, Layer, Site
-from explicit_dropout.taps import BeginHook, EndHook, InputHook, LinearHook, SeenHook, Tap, projection_of
 
 
 class Before:
