@@ -31,14 +31,14 @@ REPORT = Path("build/demo/report.md")
 
 
 class Block(nn.Module):
-    """A pre-norm encoder layer that keeps what the penalties are made of."""
+    """A pre-norm encoder layer that keeps its activations for the checks afterwards."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm1(x)
@@ -47,16 +47,9 @@ class Block(nn.Module):
         attention = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
         x = x + self.out((attention @ v).transpose(1, 2).flatten(2))
         inner = self.norm2(x)
-        hidden = F.gelu(self.up(self.dropout(inner)))
+        hidden = F.gelu(self.fc1(self.dropout(inner)))
         self.kept = {"tokens": tokens, "inner": inner, "hidden": hidden, "attention": attention}
-        return x + self.down(self.dropout(hidden))
-
-    def penalty(self, noise: xd.Noise, strength: float) -> Tensor:
-        """λ (J_v + J_ff): two lines, and dropout's effect is a term of the loss."""
-        kept = self.kept
-        value = xd.functional.value(kept["tokens"], self.value.weight, noise, strength=strength)
-        inputs, weights = (kept["inner"], kept["hidden"]), (self.up.weight, self.down.weight)
-        return value + xd.functional.feed_forward(inputs, weights, noise, strength=strength)
+        return x + self.fc2(self.dropout(hidden))
 
 
 class DigitTransformer(nn.Module):
@@ -90,13 +83,14 @@ def train(seed: int, dropout: float = 0.0, noise: xd.Noise | None = None) -> tup
     x, y, test_x, test_y = digits(seed)
     torch.manual_seed(seed)
     model = DigitTransformer(dropout=dropout)
+    reg = noise and xd.ExplicitDropout(model, noise, value=STRENGTH, feed_forward=STRENGTH)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
     for _ in range(STEPS):
         batch = torch.randint(len(y), (64,))
         loss = F.cross_entropy(model(x[batch]), y[batch])
-        if noise is not None:
-            loss = loss + sum(block.penalty(noise, STRENGTH) for block in model.blocks)
+        if reg is not None:
+            loss = loss + reg()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -118,7 +112,7 @@ def check(model: DigitTransformer) -> list[str]:
         tokens, heads = kept["tokens"], {"heads": block.heads}
         projections = block.query.weight, block.key.weight
         biases = {"query_bias": block.query.bias, "key_bias": block.key.bias}
-        inputs, weights = (kept["inner"], kept["hidden"]), (block.up.weight, block.down.weight)
+        inputs, weights = (kept["inner"], kept["hidden"]), (block.fc1.weight, block.fc2.weight)
         sites = {
             "query": ((tokens, *projections), {**heads, **biases}),
             "key": ((tokens, *projections), {**heads, **biases}),
