@@ -112,3 +112,12 @@ def test_unnamed_moments_have_no_higher_ones_and_no_rate():
     for read in (lambda n: n.higher_moments, lambda n: n.rate):
         with pytest.raises(InputError, match="law"):
             read(Noise(0.2, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("noise", "text"),
+    [(paper(0.2), "paper(0.2)"), (inverted(0.25), "inverted(0.25)"), (gaussian(0.5), "gaussian(0.5)"),
+     (bernoulli(0), "bernoulli(0)"), (Noise(0.2, 0.5), "Noise(0.2, 0.5)")],
+)  # fmt: skip
+def test_a_law_reads_as_it_was_made(noise, text):
+    assert str(noise) == text

@@ -61,6 +61,12 @@ class Noise:
             case _:
                 return True
 
+    def __str__(self) -> str:
+        """As it was made: inverted(0.2)."""
+        if self.law == "moments":
+            return f"Noise({self.mean:g}, {self.variance:g})"
+        return f"{self.law}({math.sqrt(self.variance) if self.law == 'gaussian' else self.rate:g})"
+
     @property
     def rate(self) -> float:
         """The drop rate p behind a `paper`, `bernoulli` or `inverted` law."""
