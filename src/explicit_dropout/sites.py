@@ -63,14 +63,10 @@ class Projection:
         weight = acting(self.module, weight)
         if self.transposed:
             weight = weight.mT
-        if bias is not None:
-            bias = (
-                self.of(bias, 0)
-                if self.bias_rows == "as rows"
-                else bias
-                if self.bias_rows is None
-                else bias[self.bias_rows]
-            )
+        if bias is not None and self.bias_rows == "as rows":
+            bias = self.of(bias, 0)
+        elif bias is not None and isinstance(self.bias_rows, slice):
+            bias = bias[self.bias_rows]
         return self.of(weight, 0), bias
 
     def of(self, tensor: Tensor, dim: int = -1) -> Tensor:
