@@ -135,8 +135,8 @@ def query_key(
     if shared_mask and options.get("context") is not None:
         raise InputError("shared_mask", "False in cross-attention: queries and keys have inputs of their own", True)
     mean, variance, pairs = noise.mean, noise.variance, scores.pairs
-    bare_queries, queries = scores.query.bare(), scores.query.full()
-    bare_keys, keys = scores.key.bare(), scores.key.full()
+    bare_queries, queries = scores.query.both()
+    bare_keys, keys = scores.key.both()
     shrunk_queries, shrunk_keys = queries - mean * bare_queries, keys - mean * bare_keys
     energy = scores.batch.zero()
     if coherent_part_needed(noise):
@@ -168,8 +168,7 @@ def _shared_mask_correction(scores: _Scores, noise: Noise) -> Tensor:
     counted = scores.pairs.diagonal()
     counted = x.new_ones(1, 1, 1, 1, dtype=torch.bool) if counted is None else counted
     query, key = scores.query, scores.key
-    projections = query.bare(), query.full(), key.bare(), key.full()
-    per_head = heads_of(*projections, query.weight[None], key.weight[None], counted)
+    per_head = heads_of(*query.both(), *key.both(), query.weight[None], key.weight[None], counted)
     for bare_q, q, bare_k, k, query_weight, key_weight, count in per_head:
         shrunk_q, shrunk_k = q - mean * bare_q, k - mean * bare_k
         deviation = mean * (bare_q * k + shrunk_q * bare_k).sum(-1)
@@ -218,6 +217,11 @@ class _Side:
             return self.bare()
         heads = self._by_head(self.x @ self.weight.flatten(0, 2).mT)
         return self._turned(self._zeroed(heads + self._shift(self.bias)))
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        """Without and with bias."""
+        bare = self.bare()
+        return bare, bare if self.bias is None else self.full()
 
     def _shift(self, bias: Tensor) -> Tensor:
         groups, queries, width, _ = self.weight.shape
