@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import explicit_dropout as xd
 import families
 from family import truth as known
-from family.attached import FAMILIES, LAWS, model_of, one_thread, run, seen, supported, truths  # noqa: F401
+from family.attached import FAMILIES, LAWS, model_of, run, seen, supported, truths
 from family.patterns import BATCH, TOKENS
 from family.table import COMPONENTS, Family, Part
 from family.truth import Truth

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import explicit_dropout as xd
-from family.attached import FAMILIES, one_thread, run, supported, truths  # noqa: F401 - a fixture for all tests
+from family.attached import FAMILIES, run, supported, truths
 from family.truth import Truth
 
 DRAWS = 600

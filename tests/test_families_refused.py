@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import explicit_dropout as xd
-from family.attached import LAWS, one_thread  # noqa: F401 - a fixture for all tests
+from family.attached import LAWS
 from family.huggingface import WORDS, hf_model, text, uncached_text
 from family.patterns import IDS, REAL, numbers
 from family.refused import GROUPED, HUGGING_FACE, X_OPTIONS, Refused, attended, scores

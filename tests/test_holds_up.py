@@ -41,14 +41,10 @@ SCORES_AND_LINEAR = {c: 1.0 for c in COMPONENTS if c != "attended_value"}
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Small models on shared cores: threads that wait for each other are a hundred times slower than one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    torch.set_num_threads(threads)
 
 
 def run_images(model):

@@ -24,14 +24,6 @@ NOISE = xd.bernoulli(0.2)
 ALL = dict.fromkeys(COMPONENTS, 1.0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run_images(model):
     return model(images()).square().sum()
 

@@ -57,9 +57,14 @@ def _active_adapters(module: nn.Module) -> list[str]:
     return [name for name in getattr(module, "active_adapters", ()) if any(name in holder for holder in holders)]
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def column_norms(weight: Tensor) -> Tensor:
     """‖W_:j‖² for every input j, float32 at least, whole on every rank."""
-    norms: Any = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(0)
+    norms: Any = wide(weight).square().sum(0)
     return norms.full_tensor() if is_sharded(norms) else norms  # type: ignore[no-any-return]
 
 

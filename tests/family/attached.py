@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
-import torch
 from torch import Tensor, nn
 
 import explicit_dropout as xd
@@ -22,15 +20,6 @@ LAWS = {
     "inverted": xd.inverted(0.3),
     "gaussian": xd.gaussian(0.4),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are tiny: a second thread only waits, on a busy machine for long. To be imported by test modules."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from explicit_dropout import functional
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
-from explicit_dropout.hooks.taps import Tap, wide
+from explicit_dropout.hooks.taps import Tap
 from explicit_dropout.sites import Attention, Pairs, Projection, Site
-from explicit_dropout.weights import is_sharded
+from explicit_dropout.weights import is_sharded, wide
 
 Rotation = Callable[[Tensor], Tensor]
 
@@ -130,17 +130,17 @@ class AttentionCall:
         weights = self._weights() if tap.noise.variance or attended is None else None
         rows = attended if attended is not None else self._present(self.x, "query")
         if self.x is not None and self.context is not None:
-            mask, query_mask = self.masks().context_mask, self.masks().mask
+            mask, context_mask = self.masks().mask, self.masks().context_mask
         else:
-            mask, query_mask = tap.padding(values, "context" if attention.cross else None), tap.padding(rows)
-        if mask is not None and query_mask is None:
-            query_mask = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+            mask, context_mask = tap.padding(rows), tap.padding(values, "context" if attention.cross else None)
+        if context_mask is not None and mask is None:
+            mask = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device)
         penalty = functional.attended_value(
             values, weight, weights, tap.noise,
             value_bias=bias, attended=attended, heads=attention.heads, key_heads=attention.key_heads,
-            mask=query_mask, context_mask=mask, reduction="none",
+            mask=mask, context_mask=context_mask, reduction="none",
         )  # fmt: skip
-        tap.add(site, penalty.sum(), None, rows, query_mask)
+        tap.add(site, penalty.sum(), None, rows, mask)
 
     def _attended(self) -> Tensor | None:
         """A V, heads side by side, bias included; None where it has to be computed from A."""

@@ -22,6 +22,7 @@ from explicit_dropout.hooks.calls import argument_names, named_call, only_input
 from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site
+from explicit_dropout.weights import wide
 
 Padding = Literal["auto"] | None | Callable[[str, Tensor], Tensor | None]
 """How padding is known: from the model's arguments, not at all, or by a function of module path and tokens."""
@@ -245,8 +246,3 @@ def stream(path: str) -> str:
 def column_energies(x: Tensor, mask: Tensor | None) -> Tensor:
     """Σ x_j² over the tokens that count, float32 at least."""
     return rows_zeroed(wide(x), mask).reshape(-1, x.shape[-1]).square().sum(0)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
