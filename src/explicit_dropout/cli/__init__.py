@@ -23,11 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return BAD_INPUT
     from explicit_dropout.cli.inspecting import inspect
+    from explicit_dropout.cli.sweeping import sweep
+    from explicit_dropout.cli.training import train
     from explicit_dropout.cli.verifying import verify
 
     try:
         status = tyro.extras.subcommand_cli_from_dict(
-            {"inspect": inspect, "verify": verify},
+            {"inspect": inspect, "verify": verify, "train": train, "sweep": sweep},
             prog="explicit-dropout",
             description=_DESCRIPTION,
             config=(tyro.conf.FlagCreatePairsOff,),

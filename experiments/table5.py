@@ -1,0 +1,34 @@
+"""Table 5: CIFAR-10, every pair of λ and learning rate, for penalties on keys, queries, values and attended values.
+
+    explicit-dropout sweep experiments/table5.py --device cuda --compile --cuda-graphs --seeds 0
+    explicit-dropout report experiments/table5.py
+
+These runs are a part of Table 1's and share its folders: what one has finished, the other skips.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from explicit_dropout.lab.config import Run
+from explicit_dropout.lab.experiment import Experiment, module_of
+from explicit_dropout.lab.rows import paper_numbers, treatments
+
+TABLE1 = module_of(Path(__file__).with_name("table1.py"))
+ROWS = {component: f"explicit_{component.lower()}+explicit" for component in ("K", "Q", "V", "AV")}
+
+
+def experiment() -> Experiment:
+    cells = paper_numbers("table5")
+    return Experiment(
+        name="table5",
+        title="CIFAR-10, test accuracy over λ and learning rate",
+        runs=tuple(
+            Run(TABLE1.DATA, TABLE1.MODEL, treatment, replace(TABLE1.TRAINING, learning_rate=rate), seed)
+            for seed in TABLE1.SEEDS
+            for row in ROWS.values()
+            for treatment in treatments(row, TABLE1.STRENGTHS)
+            for rate in TABLE1.LEARNING_RATES
+        ),
+        baseline="explicit_v+explicit",
+        paper_cells={row: cells[component] for component, row in ROWS.items()},
+    )

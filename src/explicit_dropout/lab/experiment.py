@@ -1,0 +1,85 @@
+"""An experiment: runs that belong into one table, and what stands beside them.
+
+An experiment file is Python with a function `experiment() -> Experiment` (or a list of them for tables with parts); a
+grid is a comprehension.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from explicit_dropout.errors import InputError
+from explicit_dropout.lab.config import Run
+
+Metric = Literal["accuracy", "mean_average_precision"]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table in the making.
+
+    Args:
+        name: short, for files and the command line: table4.
+        title: what the table shows.
+        runs: everything to be run. Rows are told apart by `run.row`, configurations within a row (learning rate,
+            strength, …) by `run.configuration`, repetitions by seed and split.
+        baseline: the row that others are compared with.
+        metric: what is selected and reported, a name in `summary.json`.
+        paper: numbers of the paper by row, in percent: {"mean": …, "std": …}. Shown beside ours, never in their place.
+        paper_cells: where the paper gives a whole grid: row → learning rate → λ → numbers.
+        notes: what a reader has to know: dataset, deviations from the paper.
+    """
+
+    name: str
+    title: str
+    runs: tuple[Run, ...]
+    baseline: str
+    metric: Metric = "accuracy"
+    paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    paper_cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise InputError("runs", "at least one run", "none")
+        if self.baseline not in self.rows:
+            raise InputError("baseline", f"one of the rows {', '.join(self.rows)}", repr(self.baseline))
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The rows in order of appearance."""
+        return tuple(dict.fromkeys(run.row for run in self.runs))
+
+
+def module_of(path: str | Path) -> Any:
+    """An experiment file as a module, for others to build on."""
+    file = Path(path)
+    if not file.is_file():
+        raise InputError("experiment", "a Python file with a function experiment()", f"{file}, which is not there")
+    name = f"explicit_dropout_experiment_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise InputError("experiment", "a Python file (.py)", str(file))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_experiments(path: str | Path) -> list[Experiment]:
+    """The experiments of a Python file."""
+    function = getattr(module_of(path), "experiment", None)
+    if not callable(function):
+        raise InputError("experiment", "a Python file with a function experiment()", f"{path} without one")
+    made = function()
+    found = list(made) if isinstance(made, list | tuple) else [made]
+    if not found or not all(isinstance(item, Experiment) for item in found):
+        raise InputError(
+            "experiment", "a file whose experiment() returns an Experiment or several", type(made).__name__
+        )
+    return found

@@ -1,0 +1,141 @@
+"""What a treatment adds to the loss: explicit dropout, the regulariser of Arora et al., and activation L2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from explicit_dropout import functional
+from explicit_dropout.errors import CollectionError
+from explicit_dropout.lab.config import Treatment
+from explicit_dropout.lab.models import Transformer
+from explicit_dropout.noise import Noise, bernoulli, inverted, paper
+from explicit_dropout.regulariser import ExplicitDropout
+
+LAWS: dict[str, Callable[[float], Noise]] = {"paper": paper, "bernoulli": bernoulli, "inverted": inverted}
+COMPONENTS = {"q": "query", "k": "key", "qk": "query_key", "v": "value", "av": "attended_value"}
+
+
+def attach(model: Transformer, treatment: Treatment) -> Penalty | None:
+    """The penalty of a treatment, attached to its model; None if it adds nothing to the loss."""
+    return Penalty(model, treatment) if treatment.has_penalty else None
+
+
+class Penalty:
+    """λ Σ J over the sites of a treatment, read after each forward pass.
+
+    loss = cross_entropy(model(x), y) + penalty()
+    """
+
+    def __init__(self, model: Transformer, treatment: Treatment) -> None:
+        self.strength = treatment.strength
+        self.explicit: ExplicitDropout | None = None
+        self.others: list[LinearTerms | OutputTerms] = []
+        components: dict[str, Any] = {}
+        if treatment.attention.startswith("explicit_"):
+            components[COMPONENTS[treatment.attention.removeprefix("explicit_")]] = 1.0
+        if treatment.feed_forward == "explicit":
+            components["feed_forward"] = 1.0
+        if components:
+            self.explicit = ExplicitDropout(
+                model,
+                LAWS[treatment.law](treatment.rate),
+                reduction=treatment.reduction,
+                reading=treatment.reading,
+                disable_dropout=False,  # a treatment has the stochastic dropout that it names, and no other
+                **components,
+            )
+        if treatment.attention.startswith("arora_"):
+            name = COMPONENTS[treatment.attention.removeprefix("arora_")]
+            self.others.append(LinearTerms(model, (name,), treatment))
+        if treatment.feed_forward == "arora":
+            self.others.append(LinearTerms(model, ("fc1", "fc2"), treatment))
+        if treatment.feed_forward == "activation_l2":
+            self.others.append(OutputTerms(model, treatment))
+        self._terms: dict[str, Tensor] = {}
+
+    def __call__(self) -> Tensor:
+        """λ Σ J of the forward pass just made."""
+        return self.strength * self.unweighted()
+
+    def unweighted(self) -> Tensor:
+        """Σ J of the forward pass just made, as one float32 number with gradients."""
+        parts, self._terms = [], {}
+        if self.explicit is not None:
+            parts.append(self.explicit())
+            self._terms |= self.explicit.terms()
+        for other in self.others:
+            terms = other.take()
+            parts.extend(terms.values())
+            self._terms |= {name: term.detach() for name, term in terms.items()}
+        return torch.stack(parts).sum()
+
+    def terms(self) -> dict[str, Tensor]:
+        """The unweighted J of every site at the last reading, detached, by site name."""
+        return dict(self._terms)
+
+
+class Terms:
+    """Numbers that hooks leave during a training forward pass, one for each module that was asked for."""
+
+    def __init__(self, treatment: Treatment, names: Iterable[str]) -> None:
+        self.reduction = treatment.reduction
+        self.names = tuple(names)
+        self.pending: dict[str, Tensor] = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """The terms since the last time."""
+        terms, self.pending = self.pending, {}
+        if set(terms) != set(self.names):
+            missing = [name for name in self.names if name not in terms]
+            raise CollectionError(f"no training forward pass has left a term at {', '.join(missing[:3])}")
+        return terms
+
+    def watching(self, module: nn.Module) -> bool:
+        return module.training and torch.is_grad_enabled()
+
+
+class LinearTerms(Terms):
+    """The regulariser of Arora et al.: p/(1−p) Σ_j ‖x_:j‖² ‖W_:j‖² at linear layers; twice `linear`, `inverted`."""
+
+    def __init__(self, model: Transformer, layers: tuple[str, ...], treatment: Treatment) -> None:
+        found = [(path, m) for path, m in model.named_modules() if path.rsplit(".", 1)[-1] in layers]
+        super().__init__(treatment, (f"{path}:arora" for path, _ in found))
+        self.noise = inverted(treatment.rate)
+        for path, module in found:
+            module.register_forward_hook(_Hook(self, f"{path}:arora"))
+
+    def term(self, module: Any, x: Tensor, output: Tensor) -> Tensor:
+        del output
+        return functional.linear(x, module.weight, self.noise, reduction=self.reduction, strength=2.0)
+
+
+class OutputTerms(Terms):
+    """The control: ½ ‖h‖² of what every residual branch adds, bias included (activation L2)."""
+
+    def __init__(self, model: Transformer, treatment: Treatment) -> None:
+        found = [
+            (path, m) for path, m in model.named_modules() if path.rsplit(".", 1)[-1] in ("attention", "feed_forward")
+        ]
+        super().__init__(treatment, (f"{path}:activation_l2" for path, _ in found))
+        for path, module in found:
+            module.register_forward_hook(_Hook(self, f"{path}:activation_l2"))
+
+    def term(self, module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+        del module, x
+        counted = output.shape[0] if self.reduction == "sample" else output.shape[:-1].numel()
+        return 0.5 * output.float().square().sum() / counted
+
+
+class _Hook:
+    """Leaves the term of one module. A class of its own, so that a model with hooks can be copied and saved."""
+
+    def __init__(self, terms: LinearTerms | OutputTerms, name: str) -> None:
+        self.terms, self.name = terms, name
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if self.terms.watching(module):
+            self.terms.pending[self.name] = self.terms.term(module, args[0], output)

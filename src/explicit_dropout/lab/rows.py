@@ -1,0 +1,76 @@
+"""The rows of the paper's tables by name, and what else is worth a row."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from typing import Any, get_args
+
+from explicit_dropout.errors import InputError
+from explicit_dropout.lab.config import AttentionTreatment, FeedForwardTreatment, LawName, Treatment, has_strength
+
+STOCHASTIC = ("drop_attention+implicit", "drop_key+implicit", "none+implicit")
+PRIOR = ("arora_q+explicit", "arora_k+explicit", "arora_v+explicit", "none+arora")
+EXPLICIT = (
+    "none+explicit",
+    "explicit_q+explicit",
+    "explicit_k+explicit",
+    "explicit_v+explicit",
+    "explicit_av+explicit",
+)
+PAPER_ROWS = (*STOCHASTIC, *PRIOR, *EXPLICIT)
+"""The twelve rows of Tables 1 to 4."""
+
+CONTROLS = ("none+none", "none+activation_l2", "none+weight_decay")
+"""No regulariser at all, activation L2, weight decay alone."""
+
+BASELINE = "none+implicit"
+
+
+def treatments(row: str, strengths: Iterable[float], *, law: LawName = "paper", **settings: Any) -> Iterator[Treatment]:
+    """The treatments of a row: one for each strength λ; a single one where the row has nothing that λ could be of.
+
+    Args:
+        row: <attention treatment>+<feed-forward treatment>, as in the paper's tables.
+        settings: other fields of `Treatment`, such as rate.
+    """
+    attention, _, feed_forward = row.partition("+")
+    for name, options in ((attention, get_args(AttentionTreatment)), (feed_forward, get_args(FeedForwardTreatment))):
+        if name not in options:
+            close = difflib.get_close_matches(name, options, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InputError(
+                "row", f"<attention>+<feed-forward>, the part {name!r} one of {', '.join(options)}{hint}", row
+            )
+    base: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, **settings}
+    if attention.startswith("explicit") or feed_forward == "explicit":
+        base["law"] = law
+    for strength in strengths:
+        if has_strength(attention, feed_forward):
+            yield Treatment(**base, strength=strength)
+        else:
+            yield Treatment(**base)
+            return
+
+
+def paper_treatments(strengths: Iterable[float], **settings: Any) -> Iterator[Treatment]:
+    """All rows of a table: the paper's twelve, the controls, and the explicit ones under the exact laws, too."""
+    strengths = tuple(strengths)
+    for row in (*PAPER_ROWS, *CONTROLS):
+        yield from treatments(row, strengths, **settings)
+    for law in ("bernoulli", "inverted"):
+        for row in EXPLICIT:
+            yield from treatments(row, strengths, law=law, **settings)
+
+
+def paper_numbers(table: str) -> dict[str, Any]:
+    """The numbers of a table of the paper, in percent: by row, or for table5 by component, learning rate and λ."""
+    tables = json.loads(files("explicit_dropout.lab").joinpath("paper.json").read_text())
+    if table not in tables:
+        raise InputError(
+            "table", f"one of {', '.join(name for name in tables if name.startswith('table'))}", repr(table)
+        )
+    found: dict[str, Any] = tables[table]
+    return dict(found["rows"] if "rows" in found else found["cells"])

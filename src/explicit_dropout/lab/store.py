@@ -1,0 +1,383 @@
+"""Where results live: one folder for each run, named by its content, and never half-written.
+
+`<root>/runs/<run.key>/` holds `config.json`, `environment.json`, `metrics.jsonl` (a line per epoch), `checkpoint.pt`
+(after the last complete epoch) and, last of all, `summary.json`, whose existence means that the run is finished. Stores
+of several machines merge by copying folders. A folder belongs to at most one process at a time: the one that holds the
+lock of its file `lock`, which the operating system takes back however that process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from explicit_dropout import __version__
+from explicit_dropout.errors import ExplicitDropoutError, StoreBusyError, StoreError
+from explicit_dropout.lab.config import Run
+
+FORMAT = 1
+"""Written into every config.json and summary.json, and refused if it is another."""
+
+Status = Literal["finished", "running", "resumable", "failed", "new"]
+
+
+class Store:
+    """All runs below one folder, which is made by the first write."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def folder(self, run: Run) -> RunFolder:
+        """The folder of a run, which need not exist yet. One that belongs to something else is an error."""
+        folder = RunFolder(self.root / "runs" / run.key, run)
+        folder.check()
+        return folder
+
+    def folders(self) -> Iterator[RunFolder]:
+        """Every folder of the store that has a configuration, ordered by name."""
+        runs = self.root / "runs"
+        names = sorted(entry.name for entry in os.scandir(runs) if entry.is_dir()) if runs.is_dir() else []
+        for name in names:
+            path = runs / name
+            written = None if name.startswith(".") else _read_config(path)
+            if written is not None:
+                yield RunFolder(path, written)
+
+    def finished_runs(self) -> Iterator[tuple[Run, dict[str, Any]]]:
+        """Every finished run of the store with its summary."""
+        for folder in self.folders():
+            if folder.finished:
+                yield folder.run, folder.summary()
+
+    def status(self, runs: Iterable[Run]) -> dict[str, Status]:
+        """How far each run is, by key. Folders that cannot be used are all named in one error."""
+        found: dict[str, Status] = {}
+        problems: list[str] = []
+        for run in runs:
+            try:
+                found[run.key] = self.folder(run).status
+            except StoreError as error:
+                problems.append(str(error))
+        if problems:
+            raise StoreError("\n".join(problems))
+        return found
+
+
+class RunFolder:
+    """The files of one run. Reading needs nothing; whoever writes holds the `lock`."""
+
+    def __init__(self, path: Path, run: Run) -> None:
+        self.path = path
+        self.run = run
+        self._held = 0
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "summary.json").exists()
+
+    @property
+    def status(self) -> Status:
+        if self.finished:
+            self.summary()
+            return "finished"
+        if self._is_locked():
+            return "running"
+        if (self.path / "error.txt").exists():
+            return "failed"
+        return "resumable" if (self.path / "checkpoint.pt").exists() else "new"
+
+    def check(self) -> None:
+        """Raise unless the folder is this run's, or not there yet."""
+        _read_config(self.path)
+
+    @contextmanager
+    def lock(self) -> Iterator[RunFolder]:
+        """Own the folder, or raise StoreBusyError at once if another process does. May be nested."""
+        if self._held:
+            self._held += 1
+            try:
+                yield self
+            finally:
+                self._held -= 1
+            return
+        with _reporting(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _acquire(descriptor, self.path)
+            self._held = 1
+            for stray in self.path.glob(".*.tmp"):  # of a process that died while it wrote
+                stray.unlink(missing_ok=True)
+            yield self
+        finally:
+            self._held = 0
+            os.close(descriptor)
+
+    def _is_locked(self) -> bool:
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            _acquire(descriptor, self.path)
+        except StoreBusyError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    # ------------------------------------------------------------------------------------------ configuration
+
+    def write_config(self) -> None:
+        """What is run. A folder that says so already keeps the version that it was begun with."""
+        if _read_config(self.path) is None:
+            self._write_json("config.json", {"format": FORMAT, "version": __version__, "run": self.run.to_json()})
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        self._write_json("environment.json", environment)
+
+    def environment(self) -> dict[str, Any] | None:
+        path = self.path / "environment.json"
+        return _read_json(path) if path.exists() else None
+
+    # ------------------------------------------------------------------------------------------ epochs
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Add the line of an epoch; it is on the disk, whole or not at all, when this returns or raises."""
+        written = json.dumps(dict(line), allow_nan=True).encode() + b"\n"
+        path = self.path / "metrics.jsonl"
+        with _reporting(path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                before = file.tell()
+                try:
+                    _write_all(file, written)
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(before)
+                    raise
+            if before == 0:
+                _sync_folder(self.path)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines so far. One that a crash has torn at the end does not count."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        *whole, _torn = path.read_bytes().split(b"\n")
+        lines: list[dict[str, Any]] = []
+        for number, text in enumerate(whole, start=1):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            if not isinstance(line, dict):
+                raise StoreError(f"{path}, line {number} is not JSON. Move {self.path} away, and the run starts anew.")
+            lines.append(line)
+        return lines
+
+    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint. `state["epoch"]` counts the epochs that are complete and stand in the metrics."""
+        buffer = io.BytesIO()  # torch would report a full disk as an error of its archive writer, not of the disk
+        torch.save(dict(state), buffer)
+        self._write("checkpoint.pt", buffer.getbuffer())
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The state to go on from, with the metrics cut back to it; None to start from scratch.
+
+        A checkpoint that cannot be read, or does not fit its metrics, is kept as `checkpoint.pt.corrupt`, and a
+        warning says that the run starts anew.
+        """
+        path = self.path / "checkpoint.pt"
+        state: dict[str, Any] | None = None
+        if path.exists():
+            try:
+                state = self._read_checkpoint(path)
+            except (ValueError, StoreError) as error:
+                aside = path.with_name("checkpoint.pt.corrupt")
+                with _reporting(aside):
+                    os.replace(path, aside)
+                    _sync_folder(self.path)
+                warnings.warn(
+                    f"{path} cannot be used ({error}). It is kept as {aside.name}; the run starts from scratch.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self._keep_metrics(0 if state is None else state["epoch"])
+        return state
+
+    def _read_checkpoint(self, path: Path) -> dict[str, Any]:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged archive fails as RuntimeError, EOFError, KeyError, UnpicklingError, …
+            reason = (str(error).splitlines() or ["empty"])[0]
+            raise ValueError(f"{type(error).__name__}: {reason}") from error
+        if not isinstance(state, dict) or not isinstance(state.get("epoch"), int):
+            raise ValueError("it names no epoch")
+        epochs = [line.get("epoch") for line in self.metrics()]
+        if epochs[: state["epoch"]] != list(range(1, state["epoch"] + 1)):
+            raise ValueError(f"it is of epoch {state['epoch']}, but metrics.jsonl has {epochs or 'no lines'}")
+        return state
+
+    def _keep_metrics(self, epochs: int) -> None:
+        """Drop what was written after the checkpoint: those epochs are trained again."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        kept = b"".join(path.read_bytes().splitlines(keepends=True)[:epochs])
+        if kept != path.read_bytes():
+            self._write("metrics.jsonl", kept)
+
+    # ------------------------------------------------------------------------------------------ ends
+
+    def finish(self, summary: Mapping[str, Any], *, keep_checkpoint: bool = False) -> None:
+        """Write the summary, which makes the run finished; only then does the checkpoint go."""
+        self._write_json("summary.json", {"format": FORMAT, "key": self.run.key, **summary})
+        (self.path / "error.txt").unlink(missing_ok=True)
+        if not keep_checkpoint:
+            (self.path / "checkpoint.pt").unlink(missing_ok=True)
+
+    def summary(self) -> dict[str, Any]:
+        """What `finish` wrote."""
+        path = self.path / "summary.json"
+        if not path.exists():
+            raise StoreError(f"{self.path} is not finished: it has no summary.json.")
+        summary = _read_json(path)
+        _check_format(summary, path)
+        if summary.get("key") != self.run.key:
+            raise StoreError(f"{path} is the summary of another run. Delete it, and the run is done again.")
+        return summary
+
+    def write_error(self, text: str) -> None:
+        """Why the run failed; gone once it has finished."""
+        self._write("error.txt", text.encode())
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        self._write(name, (json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n").encode())
+
+    def _write(self, name: str, content: bytes | memoryview) -> None:
+        """Replace a file as a whole: whenever the power fails, either the old or the new one is there."""
+        temporary = self.path / f".{name}.{os.getpid()}.tmp"
+        with _reporting(self.path / name):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                with temporary.open("wb", buffering=0) as file:
+                    _write_all(file, content)
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.path / name)
+            except OSError:
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+            _sync_folder(self.path)
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise StoreError(f"{path} is not JSON ({error}). Move {path.parent} away, and the run starts anew.") from error
+    if not isinstance(content, dict):
+        raise StoreError(f"{path} is no JSON object. Move {path.parent} away, and the run starts anew.")
+    return content
+
+
+def _check_format(content: Mapping[str, Any], path: Path) -> None:
+    if content.get("format") != FORMAT:
+        raise StoreError(
+            f"{path} has format {content.get('format')!r}, and this version ({__version__}) reads format {FORMAT}. "
+            f"Use the version that wrote it ({content.get('version', 'unknown')}), or another store."
+        )
+
+
+def _read_config(path: Path) -> Run | None:
+    """The run that a folder says it is; None if it does not say so yet."""
+    config = path / "config.json"
+    try:
+        content = _read_json(config)
+    except FileNotFoundError:
+        if (path / "summary.json").exists():
+            raise StoreError(f"{path} has a summary.json but no config.json. Copy the whole folder again.") from None
+        return None
+    _check_format(content, config)
+    try:
+        run = Run.from_json(content.get("run", {}))
+    except ExplicitDropoutError as error:
+        raise StoreError(
+            f"{config} describes a run that this version ({__version__}) does not know: {error} "
+            f"It was written by version {content.get('version', 'unknown')}."
+        ) from error
+    if run.key != path.name:
+        raise StoreError(
+            f"{path} holds the run {run.key}: folders are named by their content. Rename it if that run is not in the "
+            "store yet; otherwise move it away."
+        )
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- the disk
+
+
+@contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    """Errors of the disk as errors of the store: which file, why, and that nothing old is lost."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "Free some space" if full else "Make it writable"
+        raise StoreError(
+            f"{path} could not be written: {error.strerror or error}. What was there before is intact. "
+            f"{remedy} and start again: finished runs are skipped and begun ones go on."
+        ) from error
+
+
+def _write_all(file: io.RawIOBase | io.FileIO, content: bytes | memoryview) -> None:
+    rest = memoryview(content)
+    while len(rest):
+        rest = rest[file.write(rest) or 0 :]
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, folder: Path) -> None:
+    import fcntl  # not on every system, and reading results needs no lock
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StoreBusyError(f"{folder} is in use by another process.") from None
+    except OSError as error:
+        raise StoreError(
+            f"{folder} cannot be locked: {error.strerror}. The store needs a file system with locks, such as a local "
+            "disk, NFS 4, or Lustre mounted with `flock`."
+        ) from error

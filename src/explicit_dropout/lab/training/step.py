@@ -1,0 +1,160 @@
+"""One training step: forward, penalty, backward, clipping, optimiser; eager, compiled, or replayed as a CUDA graph.
+
+What is logged is summed on the device, so that a step never waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from explicit_dropout.lab import metrics
+from explicit_dropout.lab.config import Execution, Run
+from explicit_dropout.lab.penalties import Penalty
+
+WARM_UP_STEPS = 3
+"""Steps before a CUDA graph is captured: libraries allocate their workspaces in them."""
+
+
+class Step:
+    """Trains a model on one batch after the other and sums up what happens."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[Tensor], Tensor],
+        penalty: Penalty | None,
+        run: Run,
+        execution: Execution,
+        device: torch.device,
+    ) -> None:
+        self.model, self.forward, self.penalty, self.training, self.device = (
+            model,
+            forward,
+            penalty,
+            run.training,
+            device,
+        )
+        self.graphed = execution.cuda_graphs
+        self.optimiser = optimiser(model, run, on_gpu=device.type == "cuda")
+        self.site_names: list[str] = []
+        self.sums: Tensor | None = None
+        self.batches = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, y: Tensor, learning_rate: float) -> None:
+        self._set_learning_rate(learning_rate)
+        self.batches += 1
+        if not self.graphed:
+            self._train(x, y)
+            return
+        if self._graph is None:
+            self._capture(x, y)
+        if self._graph is None or self._static is None:  # captured just now; mypy cannot know
+            raise RuntimeError("CUDA graph capture left nothing behind")
+        for static, given in zip(self._static, (x, y), strict=True):
+            static.copy_(given)
+        self._graph.replay()
+
+    def _train(self, x: Tensor, y: Tensor) -> None:
+        with self.autocast():
+            logits = self.forward(x)
+        task = metrics.task_loss(logits, y, self.training.label_smoothing)
+        penalty = torch.zeros_like(task) if self.penalty is None else self.penalty()
+        (task + penalty).backward()  # type: ignore[no-untyped-call]
+        if self.training.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=not self.graphed)
+        self._add(task, penalty, metrics.hits(logits, y))
+
+    @torch.no_grad()
+    def _add(self, task: Tensor, penalty: Tensor, hits: Tensor) -> None:
+        terms = {} if self.penalty is None else self.penalty.terms()
+        values = torch.stack([task.detach(), penalty.detach(), hits.float().mean(), *terms.values()])
+        if self.sums is None:
+            self.site_names, self.sums = list(terms), torch.zeros_like(values, dtype=torch.float64)
+        self.sums += values
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.training.precision == "bfloat16")
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimiser.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
+
+    def means(self) -> dict[str, Any]:
+        """Means over the steps since the last time: task loss, penalty, accuracy and the term of every site."""
+        if self.sums is None:
+            return {}
+        task, penalty, accuracy, *terms = (self.sums / max(self.batches, 1)).tolist()
+        return {
+            "train_loss": task,
+            "penalty": penalty,
+            "train_accuracy": accuracy,
+            "terms": dict(zip(self.site_names, terms, strict=True)),
+        }
+
+    def reset(self) -> None:
+        """Start summing anew."""
+        self.batches = 0
+        if self.sums is not None:
+            self.sums.zero_()
+
+    # ------------------------------------------------------------------------------------------ CUDA graphs
+
+    def _capture(self, x: Tensor, y: Tensor) -> None:
+        """Record the step once. The steps that warm up for it leave no trace: weights and optimiser are put back."""
+        self._static = x.clone(), y.clone()
+        weights = copy.deepcopy(self.model.state_dict())
+        moments = copy.deepcopy(self.optimiser.state_dict())["state"]
+        random = torch.cuda.get_rng_state(self.device)
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS):
+                self._train(*self._static)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._train(*self._static)
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                tensor.copy_(weights[name])
+            for number, parameter in enumerate(self.optimiser.param_groups[0]["params"]):
+                for name, tensor in self.optimiser.state[parameter].items():
+                    before = moments.get(number, {}).get(name)
+                    tensor.zero_() if before is None else tensor.copy_(before)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        if self.sums is not None:
+            self.sums.zero_()
+        torch.cuda.set_rng_state(random, self.device)
+
+
+def optimiser(model: nn.Module, run: Run, *, on_gpu: bool) -> torch.optim.Optimizer:
+    """Adam with L2, or AdamW with decoupled decay, over all parameters, fused."""
+    kind = torch.optim.Adam if run.training.optimiser == "adam" else torch.optim.AdamW
+    rate = run.training.learning_rate
+    return kind(
+        model.parameters(),
+        lr=torch.tensor(rate, device="cuda") if on_gpu else rate,  # a CUDA graph reads it anew at every replay
+        weight_decay=weight_decay(run),
+        fused=True,
+        capturable=on_gpu,
+    )
+
+
+def weight_decay(run: Run) -> float:
+    """The decay that training has in any case, and that of the control row."""
+    own = run.treatment.strength if run.treatment.feed_forward == "weight_decay" else 0.0
+    return run.training.weight_decay + own
