@@ -10,6 +10,7 @@ from torch import Tensor
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.data import ImageSplit, Split
+from explicit_dropout.lab.data.augment import augment
 from explicit_dropout.lab.training.randomness import generator
 
 CHUNK = 8192
@@ -37,8 +38,6 @@ def batches(run: Run, split: Split, epoch: int, *, rank: int = 0, ranks: int = 1
         return
     if not isinstance(split, ImageSplit):
         raise InputError("data.augmentation", f"none: {run.data.name} has no images", repr(run.data.augmentation))
-    from explicit_dropout.lab.data.augment import augment
-
     random = generator(run.seed, epoch, "augment", device, rank)
     together = max(CHUNK // share.shape[1], 1)
     for chunk in torch.split(share, together):

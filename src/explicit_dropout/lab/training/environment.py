@@ -64,7 +64,12 @@ def environment(execution: Execution, device: torch.device, dataset: Dataset, ra
         "compile": execution.compile,
         "cuda_graphs": execution.cuda_graphs,
         "deterministic": execution.deterministic,
-        "dataset": {"name": dataset.name, "fingerprint": dataset.fingerprint},
+        "dataset": {
+            "name": dataset.name,
+            "fingerprint": dataset.fingerprint,
+            "official": dataset.official,
+            "notes": list(dataset.notes),
+        },
         "command": _command(),
     }
 
