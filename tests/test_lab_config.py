@@ -12,7 +12,7 @@ from explicit_dropout.lab.config import Data, Execution, Model, Run, Training, T
 from explicit_dropout.lab.experiment import Experiment, load_experiments
 from explicit_dropout.lab.rows import CONTROLS, EXPLICIT, PAPER_ROWS, paper_numbers, paper_treatments, treatments
 
-EXPERIMENTS = ("digits", "table1", "table2", "table3", "table4", "table5")
+EXPERIMENTS = ("digits", "recipe", "table1", "table2", "table3", "table4", "table5")
 
 
 @st.composite

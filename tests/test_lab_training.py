@@ -148,7 +148,8 @@ def test_two_processes_under_torchrun_train_as_one_does(seed: int, tmp_path: Pat
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(29600 + seed),
         "-m", "explicit_dropout", "train", "--config", str(folder.path / "config.json"),
-        "--store", str(tmp_path / "two"), "--device", "cpu", "--deterministic", "--keep-checkpoint", "--quiet", "--threads", "1",
+        "--store", str(tmp_path / "two"), "--device", "cpu", "--deterministic", "--keep-checkpoint", "--quiet",
+        "--threads", "1",
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False

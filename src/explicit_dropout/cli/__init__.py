@@ -1,4 +1,4 @@
-"""The command line `explicit-dropout`: look at a model's sites, and check their closed forms on the model itself."""
+"""The command line `explicit-dropout`: look at models, check closed forms on them, and run the laboratory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return BAD_INPUT
+    from explicit_dropout.cli.datasets import data
+    from explicit_dropout.cli.demo import demo
     from explicit_dropout.cli.inspecting import inspect
+    from explicit_dropout.cli.reporting import report
     from explicit_dropout.cli.sweeping import sweep
     from explicit_dropout.cli.training import train
     from explicit_dropout.cli.verifying import verify
 
     try:
         status = tyro.extras.subcommand_cli_from_dict(
-            {"inspect": inspect, "verify": verify, "train": train, "sweep": sweep},
+            {
+                "demo": demo,
+                "inspect": inspect,
+                "verify": verify,
+                "data": data,
+                "train": train,
+                "sweep": sweep,
+                "report": report,
+            },
             prog="explicit-dropout",
             description=_DESCRIPTION,
             config=(tyro.conf.FlagCreatePairsOff,),
@@ -46,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 _DESCRIPTION = """Dropout without the dice: its effect as a term of the loss.
 
 First steps:
+  explicit-dropout demo
   explicit-dropout inspect timm:vit_tiny_patch16_224
   explicit-dropout verify hf:bert --set num_hidden_layers=2
+  explicit-dropout sweep experiments/digits.py --dry-run
 """

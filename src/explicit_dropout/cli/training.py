@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from explicit_dropout.cli.output import console
 from explicit_dropout.errors import InputError
@@ -64,7 +74,8 @@ def read_config(path: Path) -> Run:
         raise InputError("config", "the config.json of a run folder", f"{path}: {error}") from error
 
 
-def show(summary: Mapping[str, Any], out: Any) -> None:
+def show(summary: Mapping[str, Any], out: Console) -> None:
+    """The scores of a finished run, in one line."""
     metric = summary["metric"]
     parts = [
         f"{name} {100 * summary[name][metric]:.2f} %" if summary[name].get(metric) is not None else f"{name} –"
@@ -76,45 +87,59 @@ def show(summary: Mapping[str, Any], out: Any) -> None:
 
 
 class Display(Watch):
-    """A progress bar with loss, penalty by component, accuracy and speed."""
+    """A bar with the time left; below it loss, penalty by component, accuracy and speed, as they are just now."""
 
     interval = 0.5
 
-    def __init__(self, out: Any) -> None:
-        self.progress_bar = Progress(
-            BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("of about"),
-            TimeRemainingColumn(elapsed_when_finished=True), console=out, transient=False,
+    def __init__(self, out: Console) -> None:
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=None), TaskProgressColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), expand=True,
         )  # fmt: skip
-        self.task: Any = None
-        self.epochs, self.line = 0, ""
-        self.strength = 0.0
+        self.task = self.bar.add_task("", total=None)
+        self.live = Live(get_renderable=self.render, console=out, refresh_per_second=4)
+        self.run = Run()
+        self.means: Mapping[str, Any] = {}
+        self.validated = self.speed = ""
 
     def begin(self, run: Run, steps: int, done: int) -> None:
-        self.epochs, self.strength = run.training.epochs, run.treatment.strength
-        self.task = self.progress_bar.add_task("", total=steps, completed=done)
-        self.progress_bar.start()
+        self.run = run
+        self.bar.update(self.task, total=steps, completed=done, description=f"epoch 0/{run.training.epochs}")
+        self.live.start()
 
     def progress(self, step: int, means: Mapping[str, Any]) -> None:
-        self.progress_bar.update(self.task, completed=step, description=self.text(means))
+        self.means = means
+        self.bar.update(self.task, completed=step)
 
     def epoch(self, line: Mapping[str, Any]) -> None:
-        validated = line.get("validation", {})
-        value = validated.get("mean_average_precision", validated.get("accuracy"))
-        self.line = f"epoch {line['epoch']}/{self.epochs}" + (
-            "" if value is None else f", validation {100 * value:.1f} %"
-        )
-        self.line += f", {line['timing']['examples_per_second']:,.0f} examples/s"
-        self.progress_bar.update(self.task, completed=line["step"], description=self.text(line))
-
-    def text(self, means: Mapping[str, Any]) -> str:
-        loss, accuracy = means.get("train_loss"), means.get("train_accuracy")
-        parts = [self.line] if self.line else []
-        parts += [] if loss is None else [f"loss {loss:.3f}"]
-        for component, value in by_component(means.get("terms") or {}).items():
-            parts.append(f"{component} {self.strength * value:.3g}")
-        parts += [] if accuracy is None else [f"accuracy {100 * accuracy:.1f} %"]
-        return ", ".join(parts)
+        self.means = line
+        found = line.get("validation", {})
+        value = found.get("mean_average_precision", found.get("accuracy"))
+        if value is not None:
+            self.validated = f"validation [bold]{100 * value:.2f} %[/]"
+        self.speed = f"{line['timing']['examples_per_second']:,.0f} examples/s"
+        described = f"epoch {line['epoch']}/{self.run.training.epochs}"
+        self.bar.update(self.task, completed=line["step"], description=described)
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
         del summary
-        self.progress_bar.stop()
+        self.live.stop()
+
+    def render(self) -> RenderableType:
+        return Group(self.bar, Text.from_markup("  " + ", ".join(self.parts())))
+
+    def parts(self) -> list[str]:
+        """What is known just now, in words."""
+        loss, accuracy = self.means.get("train_loss"), self.means.get("train_accuracy")
+        penalties = [
+            f"{component.replace('_', ' ')} {self.run.treatment.strength * value:.3g}"
+            for component, value in by_component(self.means.get("terms") or {}).items()
+        ]
+        parts = [
+            "" if loss is None else f"loss {loss:.3f}",
+            f"penalty ({', '.join(penalties)})" if penalties else "",
+            "" if accuracy is None else f"accuracy {100 * accuracy:.1f} %",
+            self.validated,
+            self.speed,
+        ]
+        return [part for part in parts if part]
