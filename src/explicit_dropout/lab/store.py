@@ -129,11 +129,11 @@ class RunFolder:
 
     def _is_locked(self) -> bool:
         try:
-            descriptor = os.open(self.path / "lock", os.O_RDWR)
+            descriptor = os.open(self.path / "lock", os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
-            _acquire(descriptor, self.path)
+            _acquire(descriptor, self.path, shared=True)
         except StoreBusyError:
             return True
         finally:
@@ -369,11 +369,11 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _acquire(descriptor: int, folder: Path) -> None:
+def _acquire(descriptor: int, folder: Path, *, shared: bool = False) -> None:
     import fcntl  # not on every system, and reading results needs no lock
 
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         raise StoreBusyError(f"{folder} is in use by another process.") from None
     except OSError as error:

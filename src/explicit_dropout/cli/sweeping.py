@@ -1,0 +1,211 @@
+"""`explicit-dropout sweep`: carry out the runs of an experiment that are not finished yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.markup import escape
+from rich.table import Table
+
+from explicit_dropout.cli import AGREES, DISAGREES
+from explicit_dropout.cli.output import console, plural
+from explicit_dropout.cli.sweep_display import Display, label, span
+from explicit_dropout.errors import ExplicitDropoutError, InputError
+from explicit_dropout.lab import estimate
+from explicit_dropout.lab import sweep as sweeps
+from explicit_dropout.lab.config import Execution, Run
+from explicit_dropout.lab.data import data_root
+from explicit_dropout.lab.engines import Options, choose
+from explicit_dropout.lab.experiment import load_experiments
+from explicit_dropout.lab.store import Store
+
+STOPPED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+_ALL = "(default: all)"
+_OWN = "(default: the engine's choice)"
+
+
+def sweep(
+    experiment: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="EXPERIMENT.py")],
+    /,
+    engine: Literal["local", "vectorised", "ray", "submitit"] = "local",
+    store: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results"),
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW …", help_behavior_hint=_ALL)] = (),
+    seeds: Annotated[str, tyro.conf.arg(metavar="0,1,…", help_behavior_hint=_ALL)] = "",
+    dry_run: bool = False,
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=_OWN)] = None,
+    address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
+    slurm: Annotated[str, tyro.conf.arg(metavar="KEY=VALUE,…", help_behavior_hint="")] = "",
+    execution: Annotated[Execution, tyro.conf.arg(name="")] = Execution(),  # noqa: B008  (frozen)
+) -> int:
+    """Carry out the runs of an experiment that are not finished yet.
+
+    Stopped by Ctrl-C, kill -9 or a power cut, the same command resumes it.
+
+    Started several times on one store, on any machines, they share the work.
+
+    Exit status: 0 all finished, 1 a run failed, 2 the command makes no sense.
+
+    Try:
+      explicit-dropout sweep experiments/digits.py --dry-run
+      explicit-dropout sweep experiments/digits.py --only none+none --seeds 0-4
+      explicit-dropout sweep experiments/table4.py --engine vectorised
+      explicit-dropout sweep experiments/table4.py --engine ray --address auto
+      explicit-dropout sweep experiments/table4.py --engine submitit \\
+          --slurm partition=gpu,timeout_min=60,gpus_per_node=1
+
+    Args:
+        experiment: A Python file with a function experiment().
+        engine: Processes, many models in one program, a Ray cluster, or Slurm.
+        store: Folder of the results.
+        only: Rows of the table, by name.
+        seeds: Seeds, such as 0,1 or 0-4.
+        dry_run: Show what would run and how long it may take; train nothing.
+        workers: Runs side by side. With local, 0 means in this very process.
+        address: Of a running Ray cluster; auto finds one.
+        slurm: Parameters of the jobs; cluster=local does without Slurm.
+        execution: Where and how.
+    """
+    execution = replace(
+        execution, data_root=str(data_root(execution.data_root).absolute())
+    )  # workers may start elsewhere
+    if engine in ("local", "vectorised"):  # other engines run on other machines
+        estimate.device_name(execution)
+    how = choose(engine, Options(workers, address, _pairs(slurm)))
+    experiments = load_experiments(experiment)
+    chosen = sweeps.select(experiments, only, _numbers(seeds))
+    place = Store(store)
+    plan = sweeps.plan(chosen, place)
+    if dry_run:
+        _show(plan, place, execution)
+        return AGREES
+    out = console()
+    out.print(_opening(plan))
+    display = Display(plan, place, out)
+    try:
+        with display:
+            result = sweeps.sweep(
+                experiments, place, how, execution, only=only, seeds=_numbers(seeds), on_event=display.on_event
+            )
+    except KeyboardInterrupt:
+        out.print(
+            f"Stopped: {plural(display.done, 'run')} of {len(plan.todo)} done. The same command goes on from here."
+        )
+        return STOPPED
+    if result.failed:
+        complain_of(result, out_of=len(plan.todo))
+        return DISAGREES
+    elsewhere = f", {result.elsewhere} of them by other processes" if result.elsewhere else ""
+    out.print(f"All {plural(len(plan.runs), 'run')} finished{elsewhere}. Results are in {escape(str(store))}.")
+    return AGREES
+
+
+def _opening(plan: sweeps.Plan) -> str:
+    parts = {
+        "finished already": plan.count("finished"),
+        "to be resumed": plan.count("resumable"),
+        "to be tried again": plan.count("failed"),
+        "new": plan.count("new"),
+        "held by another process": plan.count("running"),
+    }
+    return f"{plural(len(plan.runs), 'run')}: " + ", ".join(f"{n} {words}" for words, n in parts.items() if n) + "."
+
+
+def complain_of(result: sweeps.Result, *, out_of: int) -> None:
+    """Which runs failed, those that failed alike together."""
+    err = console(stderr=True)
+    err.print(f"[bold red]{len(result.failed)} of {plural(out_of, 'run')} failed:[/]")
+    runs = {run.key: run for run in result.plan.runs}
+    alike: dict[str, list[Run]] = {}
+    for key, message in result.failed.items():
+        alike.setdefault(message.replace(key, "…") if len(result.failed) > 1 else message, []).append(runs[key])
+    for message, failed in alike.items():
+        for run in failed[:5]:
+            err.print(f"  {run.key}  {escape(label(run))}")
+        if len(failed) > 5:
+            err.print(f"  and {len(failed) - 5} more")
+        err.print(f"    {escape(message)}")
+    err.print("The same command tries them again and leaves the others alone.")
+
+
+# ---------------------------------------------------------------------------------------------- dry run
+
+
+def _show(plan: sweeps.Plan, store: Store, execution: Execution) -> None:
+    """What would run, row by row, and the time that it may take."""
+    out = console()
+    speed, unknown = _speed(plan.todo, store, execution)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("row", overflow="fold", ratio=1)
+    for name in ("finished", "begun", "new", "an epoch", "left"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in dict.fromkeys(run.row for run in plan.runs):
+        runs = [run for run in plan.runs if run.row == row]
+        status = [plan.status[run.key] for run in runs]
+        todo = [run for run in plan.todo if run.row == row]
+        timed = sorted({speed[kind] for run in todo if (kind := estimate.shape(run)) in speed})
+        all_known = all(estimate.shape(run) in speed for run in todo)
+        table.add_row(
+            escape(row),
+            str(status.count("finished")),
+            str(sum(state in ("resumable", "running", "failed") for state in status)),
+            str(status.count("new")),
+            "–" if not todo else span(timed[0]) if timed else "unknown",
+            "–" if not todo else span(estimate.total(todo, store, speed)) if all_known else "unknown",
+        )
+    out.print(table)
+    said = f"Would carry out {len(plan.todo)} of {plural(len(plan.runs), 'run')}."
+    known = [run for run in plan.todo if estimate.shape(run) in speed]
+    if known:
+        work = span(estimate.total(known, store, speed))
+        rest = (
+            f", without {plural(len(plan.todo) - len(known), 'run')} of unknown length"
+            if len(known) < len(plan.todo)
+            else ""
+        )
+        said += f" One after another on this machine: about {work} of training{rest}."
+    out.print(said)
+    for reason in unknown:
+        out.print(f"[dim]no estimate: {escape(reason)}[/]")
+
+
+def _speed(todo: Sequence[Run], store: Store, execution: Execution) -> tuple[dict[Run, float], list[str]]:
+    """Seconds per epoch by shape, and why some are missing."""
+    speed = estimate.known(todo, store, estimate.device_name(execution))
+    reasons: dict[str, None] = {}
+    for kind in dict.fromkeys(estimate.shape(run) for run in todo):
+        if kind not in speed:
+            try:
+                speed[kind] = estimate.probe(kind, execution)
+            except ExplicitDropoutError as error:
+                reasons[str(error)] = None
+    return speed, list(reasons)
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`0,2,5-7` as numbers."""
+    found: list[int] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise InputError("seeds", "whole numbers and ranges, such as 0,1 or 0-4", repr(text))
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """`partition=gpu,timeout_min=60` as a dictionary."""
+    pairs: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or not name:
+            raise InputError("slurm", "of the form key=value,key=value", repr(text))
+        pairs[name.strip()] = value.strip()
+    return pairs

@@ -1,0 +1,87 @@
+"""How long runs will take: from finished runs of the same shape, or by timing a few steps of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from statistics import median
+
+import torch
+
+from explicit_dropout.lab.config import Execution, Run, Training
+from explicit_dropout.lab.store import Store
+
+WARM_UP, TIMED = 2, 5
+"""Steps of a probe that are not timed, and that are."""
+
+
+def shape(run: Run) -> Run:
+    """The same run for everything that does not change the work of a step: seed, split, strength, learning rate, …"""
+    training = Training(
+        epochs=1,
+        batch=run.training.batch,
+        optimiser=run.training.optimiser,
+        clip=float(run.training.clip > 0),
+        precision=run.training.precision,
+    )
+    treatment = replace(run.treatment, strength=float(run.treatment.strength > 0))
+    data = replace(run.data, split=0, label_noise=0.0)
+    return replace(run, seed=0, data=data, treatment=treatment, training=training)
+
+
+def known(runs: Iterable[Run], store: Store, device: str) -> dict[Run, float]:
+    """Seconds per epoch by shape, of those shapes of which the store has a run that was trained on such a device."""
+    wanted = {shape(run) for run in runs}
+    found: dict[Run, list[float]] = {}
+    for folder in store.folders():
+        kind = shape(folder.run)
+        if kind not in wanted or not folder.finished or (folder.environment() or {}).get("device") != device:
+            continue
+        summary = folder.summary()
+        found.setdefault(kind, []).append(summary["timing"]["seconds"] / max(summary["epochs"], 1))
+    return {kind: median(seconds) for kind, seconds in found.items()}
+
+
+def probe(run: Run, execution: Execution) -> float:
+    """Seconds per epoch of a run, by a few steps of it on this machine; nothing is written."""
+    from explicit_dropout.lab import data, penalties
+    from explicit_dropout.lab.training import build
+    from explicit_dropout.lab.training.batches import batches, steps_per_epoch
+    from explicit_dropout.lab.training.environment import chosen_device
+    from explicit_dropout.lab.training.step import Step
+
+    torch.set_num_threads(execution.threads or 1)  # as a worker among others
+    device = chosen_device(execution)
+    dataset = data.load(run.data, execution.data_root).to(device)
+    model = build(run, dataset, device)
+    step = Step(model, model, penalties.attach(model, run.treatment), run, Execution(), device)
+    steps = steps_per_epoch(run, dataset.train)
+    began = 0.0
+    done = 0
+    for number, (x, y) in enumerate(islice(batches(run, dataset.train, 0), min(steps, WARM_UP + TIMED))):
+        if number == min(WARM_UP, steps - 1):
+            step.means()  # waits for the device
+            began = time.perf_counter()
+        step(x, y, 0.0)
+        done = number + 1
+    step.means()
+    return (time.perf_counter() - began) / (done - min(WARM_UP, steps - 1)) * steps
+
+
+def epochs_left(run: Run, store: Store) -> int:
+    return max(0, run.training.epochs - len(store.folder(run).metrics()))
+
+
+def device_name(execution: Execution) -> str:
+    """As it stands in environment.json."""
+    from explicit_dropout.lab.training.environment import chosen_device
+
+    device = chosen_device(execution)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def total(runs: Sequence[Run], store: Store, seconds_per_epoch: dict[Run, float]) -> float:
+    """Seconds of work, one run after another."""
+    return sum(epochs_left(run, store) * seconds_per_epoch[shape(run)] for run in runs)

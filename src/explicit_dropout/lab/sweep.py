@@ -1,0 +1,165 @@
+"""Sweep: carry out the runs of experiments that a store does not have yet.
+
+Finished runs are skipped and begun ones resumed, so that the same sweep can be started again after anything, or on
+several machines at once: the locks of the run folders share the work out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from explicit_dropout.errors import InputError
+from explicit_dropout.lab.config import Execution, Run
+from explicit_dropout.lab.engines import Engine, Event, OnEvent
+from explicit_dropout.lab.experiment import Experiment
+from explicit_dropout.lab.store import Status, Store
+
+POLL_SECONDS = 1.0
+"""How often a run is looked at that another process holds."""
+
+VISIBLE_SECONDS = 60.0
+"""How long a file that another machine wrote may take to be seen here: network file systems are slow to forget."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep has before it.
+
+    Args:
+        runs: all that were asked for, each once, in the order of the experiments.
+        status: by key, as the store has it.
+    """
+
+    runs: tuple[Run, ...]
+    status: Mapping[str, Status]
+
+    @cached_property
+    def todo(self) -> tuple[Run, ...]:
+        """What is not finished, in the order of work."""
+        return order([run for run in self.runs if self.status[run.key] != "finished"], self.status)
+
+    def count(self, status: Status) -> int:
+        return sum(self.status[run.key] == status for run in self.runs)
+
+
+@dataclass
+class Result:
+    """How a sweep went: how many of its runs were finished by it, or by others, and why runs failed, by key."""
+
+    plan: Plan
+    finished: int = 0
+    elsewhere: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def sweep(
+    experiments: Sequence[Experiment],
+    store: Store,
+    engine: Engine,
+    execution: Execution | None = None,
+    *,
+    only: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    on_event: OnEvent | None = None,
+    dry_run: bool = False,
+) -> Result:
+    """Carry out what is missing, and return when every run is finished or has failed.
+
+    Args:
+        only: rows to be run; all if empty.
+        seeds: seeds to be run; all if empty.
+        on_event: told of everything that happens to a run.
+        dry_run: only say what would be done, in the result's plan.
+    """
+    planned = plan(select(experiments, only, seeds), store)
+    result = Result(planned)
+    if dry_run:
+        return result
+    busy: list[Run] = []
+
+    def follow(event: Event) -> None:
+        if event.kind == "finished" and not _is_visible(event.run, store):
+            event = Event("failed", event.run, f"it was finished, but not in {store.root}: all machines must share it")
+        if event.kind == "finished":
+            result.finished += 1
+        elif event.kind == "skipped":
+            result.elsewhere += 1
+        elif event.kind == "failed":
+            result.failed[event.run.key] = event.message
+        elif event.kind == "busy":
+            busy.append(event.run)
+        if on_event is not None:
+            on_event(event)
+
+    pending = list(planned.todo)
+    while pending:
+        engine(pending, store, execution or Execution(), follow)
+        pending = _released(busy, store, follow)
+    return result
+
+
+def select(experiments: Sequence[Experiment], only: Sequence[str] = (), seeds: Sequence[int] = ()) -> tuple[Run, ...]:
+    """The runs of some rows and seeds; one that several experiments share comes once."""
+    runs = {run.key: run for experiment in experiments for run in experiment.runs}
+    rows = list(dict.fromkeys(run.row for run in runs.values()))
+    for name in only:
+        if name not in rows:
+            closest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)
+            raise InputError("only", f"one of {', '.join(rows)}", f"{name!r}; the closest is {closest[0]!r}")
+    known = sorted({run.seed for run in runs.values()})
+    for seed in seeds:
+        if seed not in known:
+            raise InputError("seeds", f"among {', '.join(map(str, known))}", seed)
+    chosen = [run for run in runs.values() if (not only or run.row in only) and (not seeds or run.seed in seeds)]
+    if not chosen:
+        raise InputError("only", "rows and seeds that some run has both of", f"{list(only)} with seeds {list(seeds)}")
+    return tuple(chosen)
+
+
+def plan(runs: Sequence[Run], store: Store) -> Plan:
+    return Plan(tuple(runs), store.status(runs))
+
+
+def order(runs: Iterable[Run], status: Mapping[str, Status] | None = None) -> tuple[Run, ...]:
+    """Begun runs first, those of other processes last; else seed by seed, and the rows of each in turn.
+
+    So a sweep that is broken off leaves a table with all its rows, if with fewer seeds.
+    """
+    found = list(runs)
+    turn: dict[str, tuple[int, int, int]] = {}
+    seen: dict[tuple[int, int, str], int] = {}
+    for run in found:
+        group = run.seed, run.data.split, run.row
+        turn[run.key] = run.seed, run.data.split, seen.get(group, 0)
+        seen[group] = turn[run.key][2] + 1
+    urgency: dict[Status, int] = {"resumable": 0, "new": 1, "failed": 1, "running": 2, "finished": 3}
+    return tuple(sorted(found, key=lambda run: (urgency[(status or {}).get(run.key, "new")], turn[run.key])))
+
+
+def _released(busy: list[Run], store: Store, on_event: OnEvent) -> list[Run]:
+    """Wait until other processes let go of an unfinished run, and take such runs off the list; none if all finish."""
+    while busy:
+        status = store.status(busy)
+        for run in busy:
+            if status[run.key] == "finished":
+                on_event(Event("skipped", run, "another process has finished it"))
+        free = [run for run in busy if status[run.key] not in ("running", "finished")]
+        busy[:] = [run for run in busy if status[run.key] == "running"]
+        if free:
+            return free
+        if busy:
+            time.sleep(POLL_SECONDS)
+    return []
+
+
+def _is_visible(run: Run, store: Store) -> bool:
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not store.folder(run).finished:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
