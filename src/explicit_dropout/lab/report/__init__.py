@@ -1,0 +1,103 @@
+"""Reports: tables with the paper's numbers beside ours, figures, and everything needed to make them again.
+
+store = Store("runs")
+report = build(store, [(experiment, "experiments/table4.py")])
+write_report(report, "report")                 # report.html, .md, .tex, .csv and configurations.csv
+print(tables(experiment, results)[0])          # one table as Markdown
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from explicit_dropout.errors import StoreError
+from explicit_dropout.lab.experiment import Experiment
+from explicit_dropout.lab.report import commands, formats, page
+from explicit_dropout.lab.report.formats import console_table, latex, markdown
+from explicit_dropout.lab.report.page import Live
+from explicit_dropout.lab.report.reading import Part, found, read
+from explicit_dropout.lab.report.tables import Table, configuration_records, records, results_table, tables, tables_of
+from explicit_dropout.lab.store import Store
+
+__all__ = [
+    "Part", "Report", "Table", "build", "console_table", "latex", "markdown", "results_table", "tables", "tables_of",
+    "write_report",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """Experiments as far as a store has them. `others` counts the runs of the store that belong to none of them."""
+
+    parts: tuple[Part, ...]
+    store: str
+    others: int = 0
+
+    def html(self, live: Live | None = None) -> str:
+        return page.render(self.parts, self.store, self.others, live)
+
+    def markdown(self) -> str:
+        sections = []
+        for part in self.parts:
+            experiment = part.experiment
+            lines = [f"# {formats.prose(experiment.title)}", ""]
+            lines += [formats.prose(sentence) for sentence in page.findings(part.analysis)]
+            lines += ["", *(f"- {formats.prose(note)}" for note in experiment.notes)]
+            for table in tables_of(part.analysis):
+                heading = "Results" if table.name == experiment.name else table.title.rsplit(": ", 1)[-1].capitalize()
+                lines += ["", f"## {heading}", "", markdown(table)]
+            command = commands.sweep(part, self.store)
+            if command is not None:
+                lines += ["```", command, commands.report([part], self.store), "```"]
+            sections.append("\n".join(lines) + "\n")
+        return "\n".join(sections)
+
+    def latex(self) -> str:
+        return "\n".join(latex(table) for part in self.parts for table in tables_of(part.analysis))
+
+    def csv(self) -> str:
+        return formats.comma_separated([line for part in self.parts for line in records(part.analysis)])
+
+    def configurations_csv(self) -> str:
+        return formats.comma_separated([line for part in self.parts for line in configuration_records(part.analysis)])
+
+
+def build(store: Store, experiments: Sequence[tuple[Experiment, str | None]] = (), name: str | None = None) -> Report:
+    """Read a store.
+
+    Args:
+        experiments: with the files that describe them; none for all runs of the store, grouped as they fit together.
+        name: how commands in the report call the store; its own path if None.
+    """
+    listed = list(experiments) or [(experiment, None) for experiment in found(store)]
+    parts = tuple(read(store, experiment, source) for experiment, source in listed)
+    known = {run.key for experiment, _ in listed for run in experiment.runs}
+    runs = store.root / "runs"
+    folders = {entry.name for entry in os.scandir(runs) if entry.is_dir()} if runs.is_dir() else set()
+    return Report(parts, str(store.root) if name is None else name, len(folders - known))
+
+
+def write_report(report: Report, folder: str | Path) -> list[Path]:
+    """Write all formats into a folder and return the files."""
+    target = Path(folder)
+    contents = {
+        "report.html": report.html(),
+        "report.md": report.markdown(),
+        "report.tex": report.latex(),
+        "report.csv": report.csv(),
+        "configurations.csv": report.configurations_csv(),
+    }
+    written = []
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            temporary = target / f".{name}.{os.getpid()}.tmp"
+            temporary.write_text(content, encoding="utf-8")
+            os.replace(temporary, target / name)
+            written.append(target / name)
+    except OSError as error:
+        raise StoreError(f"the report could not be written to {target}: {error.strerror or error}.") from error
+    return written
