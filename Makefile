@@ -10,13 +10,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev]'
 	@touch $@
 
-# the model libraries that the tests attach to
+# the model libraries that the tests attach to, and the engines and the audio reader that they use
 $(VENV)/.families: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev,families]'
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev,families,engines,audio]'
 	@touch $@
 
-demo: $(VENV)/.installed  ## train on real digits, check the closed forms of its layers against Monte Carlo, write a report
-	$(RUN) examples/digits.py
+demo: $(VENV)/.installed  ## train a small ViT on real digits with and without dice; ends with a report
+	$(RUN) -m explicit_dropout demo
 
 test: $(VENV)/.families lint  ## lint, types and all tests
 	$(RUN) -m pytest --numprocesses 2 --dist worksteal

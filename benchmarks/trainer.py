@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,7 @@ def main() -> None:
     dataset = data.load(dataset_settings, options.data_root).to(device)
     model, precision = (SMALL, "float32") if small else (Model(), "bfloat16")
     described = environment(base, device, dataset)
+    described["command"] = "python benchmarks/trainer.py " + " ".join(sys.argv[1:])
     rows: list[dict[str, object]] = []
     for size in options.batches:
         for mode in options.modes:

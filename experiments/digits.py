@@ -3,7 +3,7 @@
     explicit-dropout sweep experiments/digits.py --store build/digits --engine local
     explicit-dropout report experiments/digits.py --store build/digits
 
-Cost: 55 short trainings, a minute or two on two cores. No table of the paper has these data.
+Cost: 45 short trainings, a minute or two on two cores. No table of the paper has these data.
 """
 
 from explicit_dropout.lab.demonstration import experiment

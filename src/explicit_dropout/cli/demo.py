@@ -22,7 +22,7 @@ from explicit_dropout.lab.store import Store
 
 def demo(
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("build/demo"),
-    engine: Literal["vectorised", "local"] = "vectorised",
+    engine: Literal["local", "vectorised"] = "local",
     device: str = "cpu",
 ) -> int:
     """Train a small ViT on handwritten digits with and without dice, and report.
@@ -36,7 +36,7 @@ def demo(
 
     Args:
         output: Folder for results and report.
-        engine: Many models in one program, or one process for each.
+        engine: A process for each core, or many models in one program.
         device: cpu, cuda; the models are so small that a CPU will do.
     """
     out, planned = console(), experiment()

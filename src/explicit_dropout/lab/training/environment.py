@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -70,7 +69,6 @@ def environment(execution: Execution, device: torch.device, dataset: Dataset, ra
             "official": dataset.official,
             "notes": list(dataset.notes),
         },
-        "command": _command(),
     }
 
 
@@ -79,8 +77,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _command() -> str:
-    """The command line with the folders of files taken off."""
-    return " ".join(os.path.basename(word) if os.sep in word else word for word in sys.argv)
