@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.engines import Options, choose
 from explicit_dropout.lab.engines.local import Local, gpus_to_deal
-from explicit_dropout.lab.experiment import Experiment
+from explicit_dropout.lab.experiment import Experiment, load_experiments
+from explicit_dropout.lab.report import build
 from explicit_dropout.lab.store import Store
 from explicit_dropout.lab.sweep import sweep
 from tiny_sweep import EXECUTION, TREATMENTS, experiment, failing, results, run
@@ -219,3 +221,28 @@ def check_the_failure(result, store, finished=2):
     assert result.finished == finished
     assert "steps_per_epoch" in (store.root / "runs" / key / "error.txt").read_text()
     assert store.status([failing().runs[1]])[key] == "failed"
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+
+
+def test_one_experiment_file_gives_the_same_table_under_every_engine(tmp_path, two_nodes):
+    (made,) = load_experiments(Path(__file__).with_name("tiny_sweep.py"))
+    engines = {
+        "local": Local(2),
+        "ray": choose("ray", Options(address=two_nodes)),
+        "submitit": choose("submitit", Options(workers=2, slurm={"cluster": "local"})),
+        "vectorised": choose("vectorised", Options(workers=6)),
+    }
+    rows = {}
+    for name, engine in engines.items():
+        store = Store(tmp_path / name)
+        assert not sweep([made], store, engine, EXECUTION).failed
+        rows[name] = build(store, [(made, None)]).parts[0].analysis.rows
+    for name, found in rows.items():
+        assert [row.name for row in found] == list(made.rows)
+        for row, reference in zip(found, rows["local"], strict=True):
+            ours, theirs = row.chosen.test.mean, reference.chosen.test.mean
+            few = 1 / 359 if name == "vectorised" else 0.0  # rounding may turn a test image over
+            assert ours == pytest.approx(theirs, abs=few)
+            assert row.chosen.test.n == 2
