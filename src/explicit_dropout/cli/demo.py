@@ -15,7 +15,8 @@ from explicit_dropout.cli.sweeping import STOPPED, complain_of
 from explicit_dropout.lab import sweep as sweeps
 from explicit_dropout.lab.config import Execution
 from explicit_dropout.lab.demonstration import experiment
-from explicit_dropout.lab.engines import Options, choose
+from explicit_dropout.lab.engines import EngineName, Options, choose
+from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.report import build, write_report
 from explicit_dropout.lab.store import Store
 
@@ -39,8 +40,12 @@ def demo(
         engine: A process for each core, or many models in one program.
         device: cpu, cuda; the models are so small that a CPU will do.
     """
-    out, planned = console(), experiment()
-    store = Store(output / "results")
+    return carry_out(experiment(), output, engine, device)
+
+
+def carry_out(planned: Experiment, output: Path, engine: EngineName, device: str) -> int:
+    """An experiment from the first run to the report."""
+    out, store = console(), Store(output / "results")
     plan = sweeps.plan(planned.runs, store)
     out.print(f"{escape(planned.title)}: {plural(len(planned.rows), 'row')}, {plural(len(planned.runs), 'training')}.")
     display = Display(plan, store, out)

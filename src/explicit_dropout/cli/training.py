@@ -97,10 +97,10 @@ class Display(Watch):
             TextColumn("left"), TimeRemainingColumn(), expand=True,
         )  # fmt: skip
         self.task = self.bar.add_task("", total=None)
-        self.live = Live(get_renderable=self.render, console=out, refresh_per_second=4)
         self.run = Run()
         self.means: Mapping[str, Any] = {}
         self.validated = self.speed = ""
+        self.live = Live(get_renderable=self.render, console=out, refresh_per_second=4)
 
     def begin(self, run: Run, steps: int, done: int) -> None:
         self.run = run
@@ -124,6 +124,8 @@ class Display(Watch):
     def end(self, summary: Mapping[str, Any] | None) -> None:
         del summary
         self.live.stop()
+        if not self.live.console.is_terminal:  # where Live leaves the line open
+            self.live.console.print()
 
     def render(self) -> RenderableType:
         return Group(self.bar, Text.from_markup("  " + ", ".join(self.parts())))

@@ -1,0 +1,120 @@
+"""`train` and `demo` on the command line; `data`, `sweep` and `report` have files of their own."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import tiny_sweep
+from explicit_dropout.cli import BAD_INPUT, main
+from explicit_dropout.cli.demo import carry_out
+from explicit_dropout.lab.demonstration import experiment
+from explicit_dropout.lab.store import Store
+
+SMALL = [
+    "--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.hidden", "16", "--model.patch", "4",
+    "--training.epochs", "2", "--training.batch", "64", "--data.examples", "128", "--device", "cpu", "--threads", "1",
+]  # fmt: skip
+EXPLICIT = ["--treatment.attention", "explicit_v", "--treatment.feed-forward", "explicit"]
+
+
+def folder_of(store: Path):
+    (folder,) = Store(store).folders()
+    return folder
+
+
+def test_train_writes_a_run_and_says_how_it_went(tmp_path: Path, capsys) -> None:
+    assert main(["train", *SMALL, *EXPLICIT, "--treatment.strength", "1e-2", "--store", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    folder = folder_of(tmp_path)
+    assert folder.run.row == "explicit_v+explicit"
+    assert "explicit_v+explicit on digits, seed 0" in out
+    score = re.search(r"test ([\d.]+) %", out)
+    assert score is not None
+    assert float(score[1]) == pytest.approx(100 * folder.summary()["test"]["accuracy"], abs=0.01)
+    for word in ("loss", "penalty (value", "feed forward", "accuracy", "examples/s", "validation"):
+        assert word in out
+
+
+def test_train_again_only_shows_the_result(tmp_path: Path, capsys) -> None:
+    for _ in range(2):
+        assert main(["train", *SMALL, "--store", str(tmp_path)]) == 0
+    first, second = re.findall(r"test [\d.]+ %", capsys.readouterr().out)
+    assert first == second
+    assert len(folder_of(tmp_path).metrics()) == 2
+
+
+def test_the_same_command_twice_gives_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        assert main(["train", *SMALL, "--deterministic", "--quiet", "--store", str(tmp_path / name)]) == 0
+        lines = folder_of(tmp_path / name).metrics()
+        found.append([{key: value for key, value in line.items() if key != "timing"} for line in lines])
+    assert found[0] == found[1]
+
+
+def test_a_run_can_be_taken_from_the_folder_of_another(tmp_path: Path) -> None:
+    assert main(["train", *SMALL, "--seed", "5", "--quiet", "--store", str(tmp_path / "one")]) == 0
+    config = folder_of(tmp_path / "one").path / "config.json"
+    assert main(["train", "--config", str(config), "--device", "cpu", "--quiet", "--store", str(tmp_path / "two")]) == 0
+    assert folder_of(tmp_path / "two").run == folder_of(tmp_path / "one").run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.name", "cifar11"], "`data.name` must be one of digits"),
+        (["--data.name", "cifar10"], "cifar-10-binary.tar.gz"),
+        (["--training.batch", "4096"], "at most"),
+        (["--model.patch", "3"], "a divisor of height and width"),
+        (["--config", "nothing.json"], "the config.json of a run folder"),
+        (["--device", "toaster"], "auto, cpu, cuda"),
+        (["--data.augmentation", "autoaugment", "--data.name", "features", "--data.folder", "no.npz"], "no.npz"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_that_cannot_be_carried_out_says_why_and_ends_with_2(arguments, words, tmp_path, capsys) -> None:
+    given = [*SMALL[:-4], *arguments, "--data-root", str(tmp_path / "data"), "--store", str(tmp_path / "store")]
+    assert main(["train", *given]) == BAD_INPUT
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_setting_that_is_none_is_refused_by_name(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--treatment.strength", "1e-3"])
+    assert ended.value.code == 2
+    assert "treatment.strength" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_help_explains_every_option(command: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "five seeds" in out if command == "demo" else "explicit-dropout train" in out
+
+
+def test_the_demonstration_has_all_treatments_and_five_seeds() -> None:
+    made = experiment()
+    assert made.rows == (
+        "none+none", "none+implicit", "drop_key+implicit", "explicit_v+explicit", "explicit_v+explicit [inverted]"
+    )  # fmt: skip
+    assert {run.seed for run in made.runs} == set(range(5))
+
+
+def test_a_demonstration_ends_with_a_table_and_a_report_and_again_trains_nothing(tmp_path: Path, capsys) -> None:
+    made = tiny_sweep.experiment()
+    assert carry_out(made, tmp_path, "local", "cpu") == 0
+    out = capsys.readouterr().out
+    assert all(row in out for row in made.rows)
+    assert "report.html" in out
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "Three treatments of digits" in page
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("summary.json")}
+    assert len(before) == len(made.runs)
+    assert carry_out(made, tmp_path, "local", "cpu") == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    summary = json.loads(next(iter(before)).read_text())
+    assert summary["format"] == 1
