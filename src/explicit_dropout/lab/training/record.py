@@ -16,6 +16,7 @@ from explicit_dropout.lab.store import RunFolder
 
 Weights = dict[str, Tensor]
 
+
 class Record:
     """Follows a run through its epochs. Engines that train several runs at once have one for each."""
 
