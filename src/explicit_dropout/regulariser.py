@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Literal, Self
 
@@ -14,6 +14,7 @@ from explicit_dropout.errors import CollectionError, InputError, UnsupportedSite
 from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding, Tap, projection_of
+from explicit_dropout.hooks.total import Share, Total
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (
     check_components,
@@ -29,7 +30,7 @@ from explicit_dropout.refusals import (
 from explicit_dropout.sites import COMPONENTS, Dropout, Layer, Site, find_layers, sites_of
 from explicit_dropout.strengths import Schedule, Strength, by_layer
 from explicit_dropout.table import table
-from explicit_dropout.weights import column_norms, is_sharded, mean_over_ranks
+from explicit_dropout.weights import column_norms, is_sharded, modules_under_fsdp, sharded_energy
 
 __all__ = ["MOST_FORWARDS", "ExplicitDropout"]
 
@@ -110,7 +111,7 @@ class ExplicitDropout:
         self.sites: list[Site] = []
         self.silenced: list[tuple[Dropout, float]] = []
         self._schedules: dict[str, Schedule] = {}
-        self._terms: dict[str, Tensor] = {}
+        self._total = Total()
         self._collector = Collector()
         self._handles: list[RemovableHandle] = []
         self._removed = self._sharding_known = False
@@ -124,6 +125,7 @@ class ExplicitDropout:
                 places.append((layer, active))
         for site in self.sites:
             check_exact(site, noise, reading)
+        self._by_name = {site.name: site for site in self.sites}
         refuse_sharded(model, self.sites, noise)
         try:
             if self.sites:
@@ -137,6 +139,7 @@ class ExplicitDropout:
     # ------------------------------------------------------------------------------------------ attaching
 
     def _attach(self, places: list[tuple[Layer, list[Site]]], padding: Padding) -> None:
+        self._collector.sharded = bool(modules_under_fsdp(self.model))
         plan = Plan(self._collector, self.model)
         for layer, sites in places:
             tap = Tap(layer, self.noise, self._collector, merged_heads=self.reading == "paper", padding=padding)
@@ -197,39 +200,37 @@ class ExplicitDropout:
             refuse_sharded(self.model, self.sites, self.noise)
             self._sharding_known = True
         fired = {term.site for forward in forwards for term in forward}
-        silent = [site.name for site in self.sites if site.name not in fired]
+        silent = [name for name in self._by_name if name not in fired]
         if silent and (self.require_all or len(silent) == len(self.sites)):
             raise silent_sites(silent, len(self.sites))
         step, self.calls = self.calls, self.calls + 1
-        terms = {site.name: self._term(site, forwards) for site in self.sites if site.name in fired}
-        self._terms = {name: term.detach() for name, term in terms.items()}
-        total, *others = (self._schedules[name].at(step) * term for name, term in terms.items())
-        for weighted in others:
-            total = total + weighted.to(total.device)
-        return total
+        strengths = {name: self._schedules[name].at(step) for name in fired}
+        return self._total.of([
+            share for firing in _firings(forwards) for share in self._shares(firing, strengths[firing[0].site])
+        ])  # fmt: skip
 
-    def _term(self, site: Site, forwards: list[list[Term]]) -> Tensor:
-        """J of a site: for each firing the mean over all forward passes, then the sum over firings."""
-        firings: list[list[Term]] = []
-        for forward in forwards:
-            for number, term in enumerate([term for term in forward if term.site == site.name]):
-                if number == len(firings):
-                    firings.append([])
-                firings[number].append(term)
-        return torch.stack([self._mean(site, terms) for terms in firings]).sum().float()
+    def _shares(self, firing: list[Term], strength: float) -> Iterator[Share]:
+        """What one firing of a site adds, over all forward passes as one batch."""
+        name = firing[0].site
+        counted = sum(term.tokens if self.reduction == "token" else term.samples for term in firing)
+        later: list[Tensor] = []
+        for term in firing:
+            if term.penalty is not None:
+                yield Share(name, strength, term.factor, counted, term.penalty)
+            elif term.columns is not None and term.norms is not None:
+                yield Share(name, strength, term.factor, counted, term.columns, term.norms)
+            elif term.columns is not None:
+                later.append(term.columns)
+        if later:
+            weight, factor = self._weight(name), firing[0].factor
+            if is_sharded(weight):
+                yield Share(name, strength, factor, counted, sharded_energy(later, weight))
+            else:
+                norms = column_norms(weight)
+                yield from (Share(name, strength, factor, counted, columns, norms) for columns in later)
 
-    def _mean(self, site: Site, terms: list[Term]) -> Tensor:
-        """J over these terms as one batch: Σ J of each over the number of tokens, or samples, of all."""
-        counted = sum(term.tokens if self.reduction == "token" else term.samples for term in terms)
-        counted = counted.clamp(min=1) if isinstance(counted, Tensor) else max(counted, 1)
-        parts = [term.penalty for term in terms if term.penalty is not None]
-        columns = [term.columns for term in terms if term.columns is not None]
-        if columns:
-            parts.append(self._incoherent(site, torch.stack(columns).sum(0)))
-        return torch.stack(parts).sum() / counted
-
-    def _incoherent(self, site: Site, columns: Tensor) -> Tensor:
-        """½ v Σ_j s_j ‖W_:j‖². A sharded weight gets its gradient from the columns of all ranks."""
+    def _weight(self, name: str) -> Tensor:
+        site = self._by_name[name]
         weight, _ = projection_of(site).parameters()
         if weight.shape != site.shape:
             raise UnsupportedSiteError(
@@ -237,16 +238,12 @@ class ExplicitDropout:
                 "regulariser was attached. FSDP1 and ZeRO-3 take weights apart like that: use FSDP2 (fully_shard). Or "
                 "the layer was replaced: attach after that."
             )
-        norms = column_norms(weight).to(columns.dtype)
-        energy = columns * norms
-        if is_sharded(weight):
-            fixed = norms.detach()
-            energy = columns * fixed + mean_over_ranks(columns, weight) * (norms - fixed)
-        return 0.5 * self.noise.variance * energy.sum()
+        return weight
 
     def terms(self) -> dict[str, Tensor]:
         """The unweighted J of every site at the last call, detached, by site name: for logging."""
-        return dict(self._terms)
+        found = self._total.terms()
+        return {site.name: found[site.name] for site in self.sites if site.name in found}
 
     def strengths(self) -> dict[str, float]:
         """The λ of every site at the next call, by site name."""
@@ -285,6 +282,19 @@ class ExplicitDropout:
 
     def __repr__(self) -> str:
         return self.summary()
+
+
+def _firings(forwards: list[list[Term]]) -> Iterable[list[Term]]:
+    """The terms of all forward passes, those of the same firing of a site together."""
+    if len(forwards) == 1:
+        return [[term] for term in forwards[0]]
+    firings: dict[tuple[str, int], list[Term]] = {}
+    for forward in forwards:
+        seen: dict[str, int] = {}
+        for term in forward:
+            number = seen[term.site] = seen.get(term.site, -1) + 1
+            firings.setdefault((term.site, number), []).append(term)
+    return firings.values()
 
 
 def _heads(site: Site) -> str:

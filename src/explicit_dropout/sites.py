@@ -57,17 +57,18 @@ class Projection:
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
         """W (out, in) and b, as they act now: adapters such as LoRA included."""
-        weight, bias = _attribute(self.module, self.weight), _attribute(self.module, self.bias)
+        weight = _attribute(self.module, self.weight)
         if weight is None:
             raise InputError("module", f"one with a parameter {self.weight!r}", type(self.module).__name__)
         weight = acting(self.module, weight)
-        if self.transposed:
-            weight = weight.mT
+        return self.of(weight.mT if self.transposed else weight, 0), self.offset()
+
+    def offset(self) -> Tensor | None:
+        """b alone."""
+        bias = _attribute(self.module, self.bias)
         if bias is not None and self.bias_rows == "as rows":
-            bias = self.of(bias, 0)
-        elif bias is not None and isinstance(self.bias_rows, slice):
-            bias = bias[self.bias_rows]
-        return self.of(weight, 0), bias
+            return self.of(bias, 0)
+        return bias[self.bias_rows] if bias is not None and isinstance(self.bias_rows, slice) else bias
 
     def of(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """The part of the module's output (or of a parameter) that belongs to this projection."""

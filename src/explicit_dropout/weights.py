@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from explicit_dropout import kernels
 from explicit_dropout.errors import UnsupportedSiteError
+from explicit_dropout.kernels.plain import wide
 
 
 def is_sharded(weight: Tensor) -> bool:
@@ -57,15 +59,18 @@ def _active_adapters(module: nn.Module) -> list[str]:
     return [name for name in getattr(module, "active_adapters", ()) if any(name in holder for holder in holders)]
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def column_norms(weight: Tensor) -> Tensor:
-    """‖W_:j‖² for every input j, float32 at least, whole on every rank."""
-    norms: Any = wide(weight).square().sum(0)
-    return norms.full_tensor() if is_sharded(norms) else norms  # type: ignore[no-any-return]
+    """‖W_:j‖² for every input j, float32 at least: (in), or (part, in) to be summed over parts."""
+    return kernels.plain.columns(weight) if torch.compiler.is_compiling() else kernels.columns(weight)
+
+
+def sharded_energy(parts: list[Tensor], weight: Any) -> Tensor:
+    """Σ_j s_j ‖W_:j‖² for a weight that is spread over ranks: its gradient comes from the columns of all of them."""
+    columns = torch.stack([part.sum(0) if part.ndim > 1 else part for part in parts]).sum(0)
+    norms = wide(weight).square().sum(0).full_tensor().to(columns.dtype)  # type: ignore[attr-defined]
+    fixed = norms.detach()
+    energy: Tensor = (columns * fixed + mean_over_ranks(columns, weight) * (norms - fixed)).sum()
+    return energy
 
 
 def mean_over_ranks(tensor: Tensor, weight: Any) -> Tensor:

@@ -9,13 +9,58 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout import functional
+from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
-from explicit_dropout.hooks.taps import Tap
+from explicit_dropout.functional.batch import coherent_part_needed
+from explicit_dropout.hooks.calls import is_plain_linear, only_input, with_input
+from explicit_dropout.hooks.taps import Tap, by_sample
+from explicit_dropout.kernels.plain import wide
 from explicit_dropout.sites import Attention, Pairs, Projection, Site
-from explicit_dropout.weights import is_sharded, wide
+from explicit_dropout.weights import is_sharded
 
 Rotation = Callable[[Tensor], Tensor]
+
+
+class AttendedHook:
+    """Before the output projection: keep A V, and where kernels serve take its energy as it passes through."""
+
+    def __init__(self, tap: Tap, attention: Attention, site: Site) -> None:
+        self.tap, self.attention, self.site = tap, attention, site
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.tap.watching(module):
+            return None
+        attended = only_input(self.tap.path, args, kwargs)
+        self.tap.observed().tensors["attended"] = attended
+        if self.tap.noise.variance or not kernels.serves(attended):
+            return None
+        call = AttentionCall(self.tap, self.attention, None)
+        passed = self.tap.penalise(self.site, lambda: call.attended_passing(self.site, attended))
+        self.tap.observed().done.add(self.site.name)
+        return with_input(passed, args, kwargs)
+
+
+class SquaresHook:
+    """Before a query or key projection: the column energies of its input, sample by sample, where kernels take them."""
+
+    def __init__(self, tap: Tap, attention: Attention, roles: list[str]) -> None:
+        self.tap, self.attention, self.roles = tap, attention, roles
+        self.plain = is_plain_linear(getattr(attention, roles[0]).module)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tap, attention = self.tap, self.attention
+        if attention.causal or attention.cross or not tap.watching(module):
+            return None
+        x = only_input(tap.path, args, kwargs)
+        lower = kernels.lowered(x) if self.plain else None
+        half = (lower or x.dtype) != torch.float32
+        if not half or x.ndim != 3 or not kernels.serves(x) or by_sample(tap, x)[1] is not None:
+            return None
+        samples = x.shape[0]
+        passed, columns = kernels.passing(x, lower=lower, by_column=True, samples=samples)
+        for role in self.roles:
+            tap.observed().tensors[f"{role} squares"] = torch.unflatten(columns, 0, (samples, -1)).sum(1)
+        return with_input(passed, args, kwargs)
 
 
 class AttentionHook:
@@ -39,6 +84,7 @@ class AttentionCall:
         self.tap, self.attention, self.output = tap, attention, output
         observed = tap.observed()
         self.call, self.seen, self.versions = observed.call, observed.tensors, observed.versions
+        self.done = observed.done
         self.x, self.context, self.values = (self._input(role) for role in ("query", "key", "value"))
         self.pairs: Pairs | None = None
 
@@ -83,6 +129,8 @@ class AttentionCall:
         return self.pairs
 
     def penalise(self, site: Site) -> None:
+        if site.name in self.done:
+            return
         if site.component == "value":
             self.tap.linear(site, self._present(self.values, "value"), None, self.masks().context_mask)
         elif site.component == "attended_value":
@@ -92,6 +140,8 @@ class AttentionCall:
 
     def _scores(self, site: Site) -> None:
         attention, tap, pairs = self.attention, self.tap, self.masks()
+        if self._scores_by_kernel(site, pairs):
+            return
         x, context = self._present(self.x, "query"), self._present(self.context, "key")
         (query_weight, query_bias), (key_weight, key_bias) = _whole(attention.query), _whole(attention.key)
         options: dict[str, Any] = {}
@@ -120,6 +170,54 @@ class AttentionCall:
         )  # fmt: skip
         tap.add(site, penalty.sum(), None, x, pairs.mask)
 
+    def _scores_by_kernel(self, site: Site, pairs: Pairs) -> bool:
+        """The penalty from the projections as they are, where kernels serve and no mask is in the way."""
+        attention, tap = self.attention, self.tap
+        everything = pairs.mask is None and pairs.context_mask is None and pairs.allowed is None
+        alike = attention.inputs is None and attention.rotary is None and not attention.key_heads
+        if tap.merged_heads or not (everything and alike):
+            return False
+        mean, variance, both = tap.noise.mean, tap.noise.variance, site.component == "query_key"
+        queries = attention.query.of(self._projected("query"))
+        keys = attention.key.of(self._projected("key"))
+        if (both and mean) or not kernels.serves_scores(queries, keys, attention.heads):
+            return False
+        parts: list[tuple[float, Tensor]] = []
+        if variance:
+            spreads = self._spreads(site.component, queries, keys, pairs)
+            if spreads is None:
+                return False
+            parts += spreads
+        if coherent_part_needed(tap.noise):
+            # Only the side that is dropped enters without its bias.
+            query_bias = attention.query.offset() if site.component == "query" else None
+            key_bias = attention.key.offset() if site.component == "key" else None
+            energies = kernels.scores(queries, keys, query_bias, key_bias, attention.heads, pairs.causal)
+            parts.append((mean**2, energies))
+        for factor, energies in parts:
+            scaled = 0.5 * factor * attention.score_scale**2
+            tap.add(site, energies, None, self._present(self.x, "query"), None, scaled)
+        return True
+
+    def _spreads(
+        self, component: str, queries: Tensor, keys: Tensor, pairs: Pairs
+    ) -> list[tuple[float, Tensor]] | None:
+        """The incoherent energies, each with its factor; None where kernels do not serve."""
+        attention, variance, seen = self.attention, self.tap.noise.variance, self.seen
+        roles = ("query", "key") if component == "query_key" else (component,)
+        squares = {role: seen[f"{role} squares"] for role in roles if f"{role} squares" in seen}
+        if pairs.causal or len(squares) < len(roles) or not kernels.serves_spread(queries, attention.heads):
+            return None
+        sides = {"query": (keys, attention.query), "key": (queries, attention.key)}
+        weights = {role: _whole(sides[role][1])[0] for role in roles}
+        found = [
+            (variance, kernels.spread(sides[role][0], weights[role], squares[role], attention.heads)) for role in roles
+        ]
+        if len(roles) == 2:
+            query, key = ((weights[role], squares[role]) for role in roles)
+            found.append((variance**2, kernels.joint_spread(*query, *key, heads=attention.heads)))
+        return found
+
     def _rotary(self) -> Rotation | None:
         return None if self.attention.rotary is None else self.attention.rotary(self.attention, self.call)
 
@@ -129,10 +227,7 @@ class AttentionCall:
         values, attended = self._present(self.values, "value"), self._attended()
         weights = self._weights() if tap.noise.variance or attended is None else None
         rows = attended if attended is not None else self._present(self.x, "query")
-        if self.x is not None and self.context is not None:
-            mask, context_mask = self.masks().mask, self.masks().context_mask
-        else:
-            mask, context_mask = tap.padding(rows), tap.padding(values, "context" if attention.cross else None)
+        mask, context_mask = self._row_masks(rows, values)
         if context_mask is not None and mask is None:
             mask = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device)
         penalty = functional.attended_value(
@@ -141,6 +236,24 @@ class AttentionCall:
             mask=mask, context_mask=context_mask, reduction="none",
         )  # fmt: skip
         tap.add(site, penalty.sum(), None, rows, mask)
+
+    def _row_masks(self, rows: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The real rows of A V, and the real tokens that values are made of."""
+        if self.x is not None and self.context is not None:
+            return self.masks().mask, self.masks().context_mask
+        return self.tap.padding(rows), self.tap.padding(values, "context" if self.attention.cross else None)
+
+    def attended_passing(self, site: Site, attended: Tensor) -> Tensor:
+        """½ μ² ‖A V̂‖², taken from A V on its way to the output projection, which it goes on to."""
+        attention, tap = self.attention, self.tap
+        mask, _ = self._row_masks(attended, self._present(self.values, "value"))
+        bias = attention.value.offset()
+        shared = attention.heads // (attention.key_heads or attention.heads)
+        if bias is not None and shared > 1:
+            bias = torch.unflatten(bias, 0, (attention.heads // shared, -1)).repeat_interleave(shared, 0).flatten()
+        passed, energies = kernels.passing(attended, bias=bias, mask=mask)
+        tap.add(site, energies, None, attended, mask, tap.coherence)
+        return passed
 
     def _attended(self) -> Tensor | None:
         """A V, heads side by side, bias included; None where it has to be computed from A."""

@@ -32,3 +32,16 @@ def only_input(path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T
     if not isinstance(x, Tensor):
         raise CollectionError(f"{path}: a layer of it was called with {type(x).__name__}, not with a tensor")
     return x
+
+
+def with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of such a call with another tensor in its place."""
+    if args:
+        return (x, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): x}
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module does nothing to its input but multiply it: then it does not matter who lowers its precision."""
+    kind = type(module)
+    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
 from explicit_dropout.hooks.calls import argument_names, named_call
+from explicit_dropout.weights import modules_under_fsdp
 
 MOST_FORWARDS = 64
 """Forward passes that may wait for a call of the regulariser; more are a loop that forgot to call it."""
@@ -34,13 +35,17 @@ one that cross-attention looks at where the model is given it (`encoder_hidden_s
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What one firing of a site adds: J summed over tokens is penalty + ½ v Σ_j columns_j ‖W_:j‖², as far as given."""
+    """What one firing of a site adds: J summed over tokens is `factor` times the sum of `penalty`, of any shape, or
+    times Σ_j columns_j ‖W_:j‖². Columns are (part, column) or summed over parts, and so are the norms where they are
+    given. A weight that is sharded over ranks has its norms taken when the regulariser is called."""
 
     site: str
     penalty: Tensor | None
     columns: Tensor | None
     tokens: int | Tensor
     samples: int
+    factor: float = 1.0
+    norms: Tensor | None = None
 
 
 class Chain:
@@ -67,6 +72,7 @@ class Observed:
     def __init__(self, call: Mapping[str, Any]) -> None:
         self.call = call
         self.tensors: dict[str, Tensor] = {}
+        self.done: set[str] = set()  # sites whose term is there already
         self.versions: dict[str, int] = {}  # of the outputs among them, which change with every in-place operation
 
 
@@ -80,6 +86,7 @@ class Slot:
         waiting: how many passes that is, in eager mode.
         padding: masks of real tokens of the last pass, by stream. They outlive it: checkpointing recomputes layers.
         observed: calls of layers under way, by layer.
+        passed: hooks that want to know whether the model changes a tensor in place, the tensor, and its version.
     """
 
     def __init__(self) -> None:
@@ -90,12 +97,13 @@ class Slot:
         self.waiting = 0
         self.padding: dict[str, Tensor] | None = None
         self.observed: dict[str, Observed] = {}
+        self.passed: list[tuple[Any, Tensor, int]] = []
 
     def begin(self, padding: dict[str, Tensor]) -> None:
-        self.open, self.pending, self.padding, self.observed = True, EMPTY, padding, {}
+        self.open, self.pending, self.padding, self.observed, self.passed = True, EMPTY, padding, {}, []
 
     def abandon(self) -> None:
-        self.open, self.opened_compiled, self.pending, self.observed = False, False, EMPTY, {}
+        self.open, self.opened_compiled, self.pending, self.observed, self.passed = False, False, EMPTY, {}, []
 
     def take(self) -> list[list[Term]]:
         forwards = [forward.items() for forward in self.complete.items()]
@@ -112,6 +120,7 @@ class Collector:
 
     def __init__(self, *, inert: bool = False) -> None:
         self.inert = inert
+        self.sharded = False  # whether weights are gathered for each layer's call and taken away after it
         self.compiled = Slot()
         self.threads = threading.local()
 
@@ -157,6 +166,8 @@ class Collector:
         """The forward pass has come to its end."""
         own = self.own()
         if own.open:
+            for hook, tensor, version in own.passed:
+                hook.untouched = hook.untouched is not False and tensor._version == version
             own.complete = Chain(own.pending, own.complete)
             if not torch.compiler.is_compiling():
                 for term in self.compiled.pending.items():
@@ -188,7 +199,7 @@ class RootBefore:
     """Before a forward pass of the whole model: open the collector if it is one of training."""
 
     def __init__(self, collector: Collector, model: nn.Module) -> None:
-        self.collector, self.names = collector, argument_names(model)
+        self.collector, self.names, self.looked = collector, argument_names(model), False
         self.has_encoder = any("encoder" in path.split(".") for path, _ in model.named_modules())
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,6 +208,8 @@ class RootBefore:
         if not (model.training and torch.is_grad_enabled()):
             self.collector.abandon()
             return
+        if not self.looked and not torch.compiler.is_compiling():  # it may be sharded after it was attached to
+            self.collector.sharded, self.looked = bool(modules_under_fsdp(model)), True
         call, padding = named_call(self.names, args, kwargs), {}
         for stream, name in PADDING_ARGUMENTS.items():
             mask = call.get(name)

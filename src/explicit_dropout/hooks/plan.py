@@ -8,9 +8,18 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from explicit_dropout.hooks.attention import AttentionHook
+from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
 from explicit_dropout.hooks.collector import Collector, RootAfter, RootBefore
-from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, LinearHook, SeenHook, Tap, projection_of
+from explicit_dropout.hooks.taps import (
+    BeginHook,
+    ColumnsHook,
+    EndHook,
+    InputHook,
+    LinearHook,
+    SeenHook,
+    Tap,
+    projection_of,
+)
 from explicit_dropout.sites import Attention, Layer, Site
 
 
@@ -20,9 +29,13 @@ class Before:
     def __init__(self, collector: Collector, hooks: list[Any]) -> None:
         self.collector, self.hooks = collector, hooks
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = None
         for hook in self.hooks:
-            hook(module, args, kwargs)
+            found = hook(module, args, kwargs)
+            if found is not None:
+                changed = args, kwargs = found
+        return changed
 
 
 class After:
@@ -31,11 +44,15 @@ class After:
     def __init__(self, collector: Collector, hooks: list[Any]) -> None:
         self.collector, self.hooks = collector, hooks
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         failed = not torch.compiler.is_compiling() and output is None
+        changed = None
         for hook in self.hooks:
             if not failed or isinstance(hook, EndHook | RootAfter):
-                hook(module, args, kwargs, output)
+                found = hook(module, args, kwargs, output)
+                if found is not None:
+                    changed = output = found
+        return changed
 
 
 class Plan:
@@ -53,15 +70,21 @@ class Plan:
             self._add_attention(described, sites, tap)
             return
         for site in sites:
-            self._after(projection_of(site).module, LinearHook(tap, site))
+            self._add_linear(site, tap)
         if described.module is not None and described.padding is not None:
             self._before(described.module, BeginHook(tap))
             self._after(described.module, EndHook(tap))
 
+    def _add_linear(self, site: Site, tap: Tap) -> None:
+        module = projection_of(site).module
+        if tap.noise.variance:
+            self._before(module, ColumnsHook(tap, site))
+        self._after(module, LinearHook(tap, site))
+
     def _add_attention(self, attention: Attention, sites: list[Site], tap: Tap) -> None:
         at_projection = [site for site in sites if site.component == "value" and attention.value.called]
         for site in at_projection:
-            self._after(attention.value.module, LinearHook(tap, site))
+            self._add_linear(site, tap)
         at_attention = [site for site in sites if site not in at_projection]
         if not at_attention:
             return
@@ -70,13 +93,26 @@ class Plan:
             roles = {"query": attention.query, "key": attention.key, "value": attention.value}
             for role, projection in roles.items():
                 self._after(projection.module, SeenHook(tap, role))
-        if any(site.component == "attended_value" for site in at_attention):
+            if tap.noise.variance:
+                self._add_squares(attention, {site.component for site in at_attention}, tap)
+        for site in at_attention:
+            if site.component != "attended_value":
+                continue
             if attention.output is not None:
-                self._before(attention.output, InputHook(tap, "attended"))
+                self._before(attention.output, AttendedHook(tap, attention, site))
             if isinstance(attention.weights, nn.Module):
                 self._before(attention.weights, InputHook(tap, "weights"))
         self._after(attention.module, AttentionHook(tap, attention, at_attention))
         self._after(attention.module, EndHook(tap))
+
+    def _add_squares(self, attention: Attention, components: set[str], tap: Tap) -> None:
+        """Column energies for the scores: at the query and the key projection, or once where they are one layer."""
+        by_module: dict[nn.Module, list[str]] = {}
+        for role, module in (("query", attention.query.module), ("key", attention.key.module)):
+            if components & {role, "query_key"}:
+                by_module.setdefault(module, []).append(role)
+        for module, roles in by_module.items():
+            self._before(module, SquaresHook(tap, attention, roles))
 
     def _before(self, module: nn.Module, hook: Any) -> None:
         self.before.setdefault(module, []).append(hook)

@@ -10,20 +10,21 @@ Hooks are objects of top-level classes, so a model with hooks can be deep-copied
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout import functional
+from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
-from explicit_dropout.functional.batch import coherent_part_needed, rows_zeroed
-from explicit_dropout.hooks.calls import argument_names, named_call, only_input
+from explicit_dropout.functional.batch import coherent_part_needed
+from explicit_dropout.hooks.calls import argument_names, is_plain_linear, named_call, only_input, with_input
 from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site
-from explicit_dropout.weights import wide
+from explicit_dropout.weights import column_norms
 
+_Result = TypeVar("_Result")
 Padding = Literal["auto"] | None | Callable[[str, Tensor], Tensor | None]
 """How padding is known: from the model's arguments, not at all, or by a function of module path and tokens."""
 
@@ -37,6 +38,11 @@ class Tap:
         self.noise, self.collector = noise, collector
         self.merged_heads, self.padding_source = merged_heads, padding
         self.described, self.path = layer.described, layer.path
+        self.straight = self.described.batch_first and (
+            isinstance(self.described, Attention)
+            or (self.described.flattened is None and self.described.padding is None)
+        )
+        """Whether projections see (batch, token, width), and their layer says nothing of its own about padding."""
         self.key = f"{type(self.described).__name__} {self.path}"
         self.stream = stream(self.path)
         module = self.described.module
@@ -73,7 +79,16 @@ class Tap:
         """The layer's call is over: nothing of it is kept alive."""
         self.collector.slot().observed.pop(self.key, None)
 
-    def add(self, site: Site, penalty: Tensor | None, columns: Tensor | None, x: Tensor, mask: Tensor | None) -> None:
+    def add(
+        self,
+        site: Site,
+        penalty: Tensor | None,
+        columns: Tensor | None,
+        x: Tensor,
+        mask: Tensor | None,
+        factor: float = 1.0,
+        norms: Tensor | None = None,
+    ) -> None:
         """Leave a term for the tokens of x that the mask calls real."""
         if mask is not None and not torch.compiler.is_compiling():
             penalty = None if penalty is None else SameMask.apply(penalty, mask)  # type: ignore[no-untyped-call]
@@ -81,7 +96,8 @@ class Tap:
         slot = self.collector.slot()
         if slot.open:
             tokens = x.shape[:-1].numel() if mask is None else mask.sum()
-            slot.pending = Chain(Term(site.name, penalty, columns, tokens, x.shape[:-2].numel()), slot.pending)
+            term = Term(site.name, penalty, columns, tokens, x.shape[:-2].numel(), factor, norms)
+            slot.pending = Chain(term, slot.pending)
 
     def padding(self, x: Tensor, stream: str | None = None) -> Tensor | None:
         """The real tokens of x, from the arguments of the whole model or as the user says."""
@@ -105,26 +121,40 @@ class Tap:
 
     def linear(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
         """J of a linear layer: coherent from its output now, incoherent from the columns of its input later."""
-        penalty = columns = None
         if coherent_part_needed(self.noise):
-            weight, bias = projection_of(site).parameters()
-            if output is not None and bias is None:
-                output = output.clone()  # the model may go on to change its own in place
-            coherent = Noise(self.noise.mean, 0.0)
-            penalty = functional.linear(
-                x, weight, coherent, bias=bias, output=output, mask=mask, reduction="none"
-            ).sum()
+            self._coherent(site, x, output, mask)
         if self.noise.variance:
-            columns = column_energies(x, mask)
-        self.add(site, penalty, columns, x, mask)
+            norms = None
+            if torch.compiler.is_compiling() and not self.collector.sharded:  # a part of the compiled graph, then
+                norms = column_norms(projection_of(site).parameters()[0])
+            self.add(site, None, kernels.columns(x, mask), x, mask, self.incoherence, norms)
 
-    def penalise(self, site: Site, compute: Callable[[], None]) -> None:
+    def _coherent(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
+        weight, bias = projection_of(site).parameters()
+        if output is None:
+            coherent = Noise(self.noise.mean, 0.0)
+            self.add(site, functional.linear(x, weight, coherent, mask=mask, reduction="none"), None, x, mask)
+            return
+        if bias is None:
+            output = output.clone()  # the model may go on to change its own in place
+        self.add(site, kernels.plain.energy(output, bias, mask), None, x, mask, self.coherence)
+
+    @property
+    def coherence(self) -> float:
+        """What a coherent energy is multiplied by: ½ μ²."""
+        return 0.5 * self.noise.mean**2
+
+    @property
+    def incoherence(self) -> float:
+        """What column energies times column norms are multiplied by: ½ v."""
+        return 0.5 * self.noise.variance
+
+    def penalise(self, site: Site, compute: Callable[[], _Result]) -> _Result:
         """Run what leaves the term of a site; errors of the closed forms get the site in front."""
         if torch.compiler.is_compiling():
-            compute()
-            return
+            return compute()
         try:
-            compute()
+            return compute()
         except (InputError, UnsupportedSiteError) as error:
             raise UnsupportedSiteError(f"{site.name}: {error}") from error
 
@@ -152,30 +182,84 @@ class EndHook:
             self.tap.end()
 
 
-class LinearHook:
-    """On a projection: the penalty of a value or feed-forward site."""
+class ColumnsHook:
+    """Before a projection: the column energies of its input, where kernels take them as it passes through."""
 
     def __init__(self, tap: Tap, site: Site) -> None:
         self.tap, self.site = tap, site
+        self.plain = is_plain_linear(projection_of(site).module)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        if self.tap.watching(module):
-            x = only_input(self.site.path, args, kwargs)
-            self.tap.penalise(self.site, lambda: self._term(x, output))
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.tap.watching(module):
+            return None
+        x = only_input(self.site.path, args, kwargs)
+        if not kernels.serves(x):
+            return None
+        passed = self.tap.penalise(self.site, lambda: self._term(x))
+        return with_input(passed, args, kwargs)
 
-    def _term(self, x: Tensor, output: Tensor) -> None:
-        tap, described, mask = self.tap, self.tap.described, None
-        if not described.batch_first and x.ndim > 2:
-            x, output = x.transpose(0, 1), output.transpose(0, 1)
-        if isinstance(described, FeedForward) and described.flattened is not None and x.ndim == 2:
-            tokens = tap.observed().call[described.flattened].shape[:-1]
-            x, output = x.reshape(*tokens, -1), output.reshape(*tokens, -1)
-        if isinstance(described, FeedForward) and described.padding is not None:
-            mask = described.padding(tap.observed().call)
-        if mask is None:
-            cross = isinstance(described, Attention) and described.cross
-            mask = tap.padding(x, "context" if cross else None)
-        tap.linear(self.site, x, projection_of(self.site).of(output), mask)
+    def _term(self, x: Tensor) -> Tensor:
+        tokens, mask = by_sample(self.tap, x)
+        lower = kernels.lowered(x) if self.plain else None
+        flags, norms = in_order(mask, tokens, x), None
+        if self.tap.collector.sharded:
+            passed, columns = kernels.passing(x, mask=flags, lower=lower, by_column=True)
+        else:
+            weight, _ = projection_of(self.site).parameters()
+            passed, columns, norms = kernels.passing_to(weight, x, flags, lower)
+        self.tap.add(self.site, None, columns, tokens, mask, self.tap.incoherence, norms)
+        return passed
+
+
+class LinearHook:
+    """After a projection: the penalty of a value or feed-forward site, as far as no hook before it has taken it."""
+
+    def __init__(self, tap: Tap, site: Site) -> None:
+        self.tap, self.site = tap, site
+        self.untouched: bool | None = None
+        """Whether the model leaves the projection's output as it is; unknown before the first forward pass."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
+        if not self.tap.watching(module):
+            return None
+        x = only_input(self.site.path, args, kwargs)
+        return self.tap.penalise(self.site, lambda: self._term(x, output))
+
+    def _term(self, x: Tensor, output: Tensor) -> Tensor | None:
+        tap, projection = self.tap, projection_of(self.site)
+        tokens, mask = by_sample(tap, x)
+        if not kernels.serves(output) or isinstance(projection.rows, tuple):
+            made = projection.of(output)
+            made = made.transpose(0, 1) if tokens.shape[:-1] != made.shape[:-1] and x.ndim > 2 else made
+            tap.linear(self.site, tokens, made.reshape(*tokens.shape[:-1], -1), mask)
+            return None
+        if not coherent_part_needed(tap.noise):
+            return None
+        passed, energies = kernels.passing(
+            output, bias=projection.offset(), mask=in_order(mask, tokens, x), rows=projection.rows,
+            copied=not self.untouched,
+        )  # fmt: skip
+        tap.add(self.site, energies, None, tokens, mask, tap.coherence)
+        if self.untouched is None and tap.collector.slot().open:
+            tap.collector.slot().passed.append((self, passed, passed._version))
+        return passed
+
+
+def by_sample(tap: Tap, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The input of a projection as (*batch, token, width), and which of its tokens are real."""
+    described, mask = tap.described, None
+    if tap.straight and tap.padding_source == "auto" and not tap.collector.padding():  # as in most models
+        return x, None
+    if not described.batch_first and x.ndim > 2:
+        x = x.transpose(0, 1)
+    if isinstance(described, FeedForward) and described.flattened is not None and x.ndim == 2:
+        x = x.reshape(*tap.observed().call[described.flattened].shape[:-1], -1)
+    if isinstance(described, FeedForward) and described.padding is not None:
+        mask = described.padding(tap.observed().call)
+    if mask is None:
+        cross = isinstance(described, Attention) and described.cross
+        mask = tap.padding(x, "context" if cross else None)
+    return x, mask
 
 
 class SeenHook:
@@ -229,6 +313,12 @@ class SameMask(torch.autograd.Function):
         return grads[0], None
 
 
+def in_order(mask: Tensor | None, tokens: Tensor, x: Tensor) -> Tensor | None:
+    """The mask of tokens in the order in which x has them."""
+    swapped = x.ndim > 2 and tokens is not x
+    return mask.transpose(0, 1) if mask is not None and swapped else mask
+
+
 def projection_of(site: Site) -> Projection:
     if site.projection is None:
         raise UnsupportedSiteError(f"{site.name} has no linear projection")
@@ -241,8 +331,3 @@ def stream(path: str) -> str:
     if any(part.startswith(("vision", "visual", "image")) for part in parts):
         return "vision"
     return "decoder" if "decoder" in parts else "main"
-
-
-def column_energies(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Σ x_j² over the tokens that count, float32 at least."""
-    return rows_zeroed(wide(x), mask).reshape(-1, x.shape[-1]).square().sum(0)

@@ -1,0 +1,210 @@
+"""Σ (x − b)² of a tensor on its way through a model, whole or by column.
+
+Coherent energy is that of a layer's output less its bias; incoherent energy is made of the column energies of a layer's
+input. Both belong to tensors that the model keeps for its own backward pass, nearly all. So the tensor passes through:
+`passing` gives it back, to be put in its own place, and in the backward pass adds the gradient of the energy to the one
+that comes by, in one pass. A tensor that autocast is about to lower is lowered on the way, in the pass that reads it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from explicit_dropout.kernels import plain
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+HAS_TRITON = find_spec("triton") is not None
+"""Not imported before it is needed: it takes its time."""
+
+
+@cache
+def _triton() -> Any:
+    from explicit_dropout.kernels import triton_energy
+
+    return triton_energy
+
+
+@cache
+def _interpreted() -> bool:
+    """Whether Triton interprets its kernels (TRITON_INTERPRET=1), which then serve tensors on the CPU as well."""
+    if not HAS_TRITON:
+        return False
+    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernels can be called with this tensor here and now: in eager code, on a GPU, up to float32."""
+    if torch.compiler.is_compiling() or not (x.is_cuda or (x.device.type == "cpu" and _interpreted())):
+        return False
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.dtype not in DTYPES or not HAS_TRITON:
+        return False
+    return not torch._C._are_functorch_transforms_active()
+
+
+def serves_compiled(x: Tensor) -> bool:
+    """Whether the operators that stand for the kernels in compiled code take this tensor."""
+    return x.is_cuda and x.dtype in DTYPES and HAS_TRITON
+
+
+def lowered(x: Tensor) -> torch.dtype | None:
+    """The lower precision that autocast is about to give the input of a linear layer, if it is."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return None if dtype == x.dtype or dtype not in DTYPES else dtype
+
+
+def passing(
+    x: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    rows: slice | None = None,
+    lower: torch.dtype | None = None,
+    by_column: bool = False,
+    copied: bool = False,
+    samples: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """x itself, to be used in its own place, and partial sums of (x − b)² that add up to its energy.
+
+    Args:
+        x: (*batch, width), on a device that the kernels serve.
+        bias: (width of the rows), which x contains.
+        mask: boolean, (*batch), True for rows that count.
+        rows: the columns of x that have an energy (the rows of a fused weight that made them); None for all.
+        lower: give x back in this precision.
+        by_column: the sums of each column for itself, (part, column), over the first axis.
+        samples: sums of so many equal runs of rows for themselves, one after the other on the first axis.
+        copied: keep a copy for the backward pass, for where x may be changed in place meanwhile.
+    """
+    passed, energies, _ = _Passing.apply(x, bias, mask, rows, lower, by_column, copied, None, samples)  # type: ignore[no-untyped-call]
+    return passed, energies
+
+
+def passing_to(
+    weight: Tensor, x: Tensor, mask: Tensor | None = None, lower: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The input x of a layer itself, its column energies and those of the layer's weight, each (part, column)."""
+    found = _Passing.apply(x, None, mask, None, lower, True, False, weight, 1)  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, Tensor, Tensor]", found)
+
+
+class _Passing(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, mask: Tensor | None, rows: slice | None,
+        lower: torch.dtype | None, by_column: bool, copied: bool, weight: Tensor | None, samples: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        own = x if rows is None else x[..., rows]
+        flags = None if mask is None else mask.reshape(-1).view(torch.uint8)
+        triton = _triton()
+        energies, sums, low = triton.energies_of(own, bias, flags, lower, by_column, samples)
+        norms = None if weight is None else triton.energies_of(weight, None, None, None, True)[0]
+        # Not a view of x, or autograd would forbid models to change their outputs in place.
+        passed = x.detach() if low is None else low
+        kept = x if low is None else passed
+        ctx.save_for_backward(kept.clone() if copied else kept, sums, flags, weight)
+        ctx.set_materialize_grads(False)
+        # The bias is not saved: sharded parameters come and go meanwhile, and its values are in the sums.
+        ctx.facts = by_column, x.dtype, copied, bias, 0 if rows is None else rows.start or 0, own.shape[-1], samples
+        return passed, energies, norms
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor | None, weights: Tensor | None, norm_weights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        kept, sums, flags, weight = ctx.saved_tensors
+        by_column, dtype, _, bias, offset, width, samples = ctx.facts
+        of_weight = None
+        if norm_weights is not None:
+            of_weight = _of_weight(weight, norm_weights)
+        if weights is None:
+            result, slope = None if gradient is None else gradient.to(dtype), None
+        elif torch.is_grad_enabled():
+            result, slope = _differentiable(ctx, kept, flags, gradient, weights)
+        else:
+            result, slope = _triton().gradient_of(
+                kept, sums, flags, gradient, weights, dtype, by_column, offset, width,
+                None if bias is None else bias.dtype, samples,
+            )  # fmt: skip
+        return result, slope, None, None, None, None, None, of_weight, None
+
+
+def _of_weight(weight: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of the column energies of a layer's weight."""
+    if torch.is_grad_enabled():
+        row, column = _triton().sources(*weight.shape, 1, True, weight.device)
+        return 2 * weights[row][:, column] * weight
+    result, _ = _triton().gradient_of(weight, None, None, None, weights, weight.dtype, True, 0, weight.shape[1], None)
+    return cast("Tensor", result)
+
+
+def _differentiable(
+    ctx: Any, x: Tensor, flags: Tensor | None, gradient: Tensor | None, weights: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The backward pass in plain torch, for whoever goes on to differentiate it (create_graph=True)."""
+    by_column, dtype, copied, bias, offset, width, samples = ctx.facts
+    if copied:
+        raise RuntimeError(
+            "explicit dropout on a GPU has no second derivative in the first forward pass, nor where the model changes "
+            "the output of a linear layer in place. Run one forward pass before, or train in float64"
+        )
+    flat = x.reshape(-1, x.shape[-1])
+    row, column = _triton().sources(flat.shape[0], width, samples, by_column, x.device)
+    mask = None if flags is None else flags.bool()
+    slope = 2 * weights[row][:, column] * plain.deviation(flat[:, offset : offset + width], bias, mask)
+    result = torch.nn.functional.pad(slope, (offset, flat.shape[1] - offset - width)).view(x.shape)
+    if gradient is not None:
+        result = result + gradient
+    return result.to(dtype), None if bias is None else -slope.sum(0).to(bias.dtype)
+
+
+def columns(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Σ_i x_ij² for every column j, over the rows that count: (column), or (part, column) to be summed over parts."""
+    if serves(x):
+        return passing(x, mask=mask, by_column=True)[1]
+    if torch.compiler.is_compiling() and serves_compiled(x):
+        # An operator, so that the compiler does not make the input of the layer a second time, in float32.
+        dtype = lowered(x)
+        return cast("Tensor", torch.ops.explicit_dropout.columns(x if dtype is None else x.to(dtype), mask))
+    return plain.columns(x, None, mask)
+
+
+@torch.library.custom_op("explicit_dropout::columns", mutates_args=())
+def columns_operator(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Σ_i x_ij² for every column j, over the rows that count."""
+    if not (x.is_cuda and serves_compiled(x)):
+        return plain.columns(x, None, mask)
+    flags = None if mask is None else mask.reshape(-1).view(torch.uint8)
+    energies, _, _ = _triton().energies_of(x, None, flags, None, True)
+    return cast("Tensor", energies.sum(0))
+
+
+@columns_operator.register_fake
+def _(x: Tensor, mask: Tensor | None) -> Tensor:
+    del mask
+    return x.new_empty(x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _columns_backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None]:
+    """In plain torch: pointwise, so the compiler makes it a part of whatever adds gradients there."""
+    x, mask = ctx.saved_tensors
+    return (2 * weights * plain.deviation(x, None, mask)).to(x.dtype), None
+
+
+columns_operator.register_autograd(_columns_backward, setup_context=_keep)

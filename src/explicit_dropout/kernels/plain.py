@@ -1,0 +1,61 @@
+"""The energies in plain torch, for where the kernels do not serve. Any device, precision and transform."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def deviation(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    """x − b, float32 at least, with the rows that do not count replaced by zeros, NaN included."""
+    shifted = wide(x) if bias is None else wide(x) - wide(bias)
+    return shifted if mask is None else shifted.masked_fill(~mask[..., None], 0)
+
+
+def columns(x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    """Σ_i (x_ij − b_j)² for every column j, over the rows that count."""
+    return deviation(x, bias, mask).reshape(-1, x.shape[-1]).square().sum(0)
+
+
+def energy(x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    """Σ_ij (x_ij − b_j)², row by row first: so a compiler can make it a part of whatever else reads the rows."""
+    return deviation(x, bias, mask).square().sum(-1).sum()
+
+
+def scores(
+    left: Tensor, right: Tensor, left_bias: Tensor | None, right_bias: Tensor | None, heads: int, causal: bool
+) -> Tensor:
+    """Σ_ij (l_i · r_j)² for every sample and head, (batch, head), of two sides (batch, token, feature)."""
+    first, second = _by_head(left, left_bias, heads), _by_head(right, right_bias, heads)
+    if causal:
+        return (first @ second.mT).tril().square().sum((-2, -1))
+    return ((first.mT @ first) * (second.mT @ second)).sum((-2, -1))
+
+
+def score_gradients(
+    left: Tensor, right: Tensor, left_bias: Tensor | None, right_bias: Tensor | None, heads: int, causal: bool,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of `scores` weighted by (batch, head): of both sides and of both biases."""
+    first, second = _by_head(left, left_bias, heads), _by_head(right, right_bias, heads)
+    if causal:
+        own = (first @ second.mT).tril()
+        slopes = own @ second, own.mT @ first
+    else:
+        slopes = first @ (second.mT @ second), second @ (first.mT @ first)
+    sides = [(2 * weights[..., None, None] * slope).transpose(1, 2).flatten(2) for slope in slopes]
+    biases = [
+        None if bias is None else -side.sum((0, 1)).to(bias.dtype)
+        for side, bias in zip(sides, (left_bias, right_bias), strict=True)
+    ]
+    return sides[0].to(left.dtype), sides[1].to(right.dtype), biases[0], biases[1]
+
+
+def _by_head(side: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    """(batch, token, feature) as (batch, head, token, width), less its bias."""
+    return torch.unflatten(deviation(side, bias, None), -1, (heads, -1)).transpose(1, 2)

@@ -1,0 +1,432 @@
+"""The kernels equal plain torch, in value and gradient, and are the same bits every time.
+
+On a GPU they run as they are. Without one they need Triton to interpret its kernels (TRITON_INTERPRET=1), and otherwise
+only the operators that compiled code sees are tested, in their plain form.
+"""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import explicit_dropout as xd
+from explicit_dropout import kernels
+from explicit_dropout.kernels import plain
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's, of activations
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+fused = pytest.mark.skipif(
+    not kernels.serves(torch.zeros(1, device=DEVICE)), reason="no GPU, and Triton does not interpret its kernels"
+)
+SHAPES = [(3, 5, 7), (2, 70, 300), (0, 4, 8), (4, 0, 8), (129, 130), (1, 1, 1), (5, 1024)]
+if DEVICE == "cuda":
+    SHAPES += [(33, 65, 384), (7, 197, 768), (3, 1024, 3072), (10007, 33)]
+
+
+def draw(shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def close(found, expected, rounding):
+    """Within rounding of the largest element: sums cancel, elements do not decide."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    scale = expected.double().abs().max().item() if expected.numel() else 0.0
+    assert_close(found.double(), expected.double(), rtol=rounding, atol=rounding * scale)
+
+
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+# ---------------------------------------------------------------------------------------------- energies
+
+
+def through(x, bias, by_column, mask=None, rows=None, lower=None):
+    """The tensor and its energy, by the kernels."""
+    passed, energies = kernels.passing(x, bias=bias, mask=mask, rows=rows, lower=lower, by_column=by_column)
+    return passed, energies.sum(0) if by_column else energies.sum()
+
+
+def plainly(x, bias, by_column, mask=None, rows=None, lower=None):
+    """The same in float64."""
+    x = x if lower is None else x.to(lower)
+    own = (x if rows is None else x[..., rows]).double()
+    columns = plain.columns(own, None if bias is None else bias.double(), mask)
+    return x, columns if by_column else columns.sum()
+
+
+def compare(shape, dtype, *, biased, masked, by_column, sliced, lowered):
+    width = 4 if sliced else shape[-1]
+    rows = slice(2, 6) if sliced else None
+    mask = draw(shape[:-1], seed=5) > -0.3 if masked else None
+    lower = torch.bfloat16 if lowered else None
+    weights = draw((width,), seed=3) if by_column else torch.tensor(0.7, device=DEVICE)
+    passing = draw(shape, seed=4)
+    found = []
+    for function in (through, plainly):
+        x, bias = draw(shape, dtype, 1).requires_grad_(), draw((width,), seed=2).requires_grad_() if biased else None
+        out, energy = function(x, bias, by_column, mask, rows, lower)
+        leaves = [x] if bias is None else [x, bias]
+        loss = (energy * weights).sum() + (out.double() * passing).sum()
+        found.append((out.detach(), energy.detach().float(), *torch.autograd.grad(loss, leaves)))
+    rounding = ROUNDING[lower or dtype]
+    if lower is None or DEVICE == "cuda":  # the interpreter of Triton cuts off where it should round
+        assert torch.equal(found[0][0], found[1][0])
+    close(found[0][1], found[1][1], 1e-5 if lower is None else 1e-2)
+    close(found[0][2], found[1][2], rounding)
+    if biased:
+        close(found[0][3], found[1][3], 1e-4)
+
+
+CHOICES = [
+    set(),
+    {"biased", "masked"},
+    {"by_column", "masked"},
+    {"biased", "sliced"},
+    {"biased", "masked", "by_column", "sliced"},
+]
+"""Every option with and without every other one, without compiling all of their combinations."""
+
+
+@fused
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "+".join(sorted(choices)) or "plain")
+def test_energies_and_their_gradients_equal_plain_torch(choices, dtype):
+    for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[:2]:
+        if "sliced" not in choices or shape[-1] > 6:
+            flags = {name: name in choices for name in ("biased", "masked", "by_column", "sliced")}
+            compare(shape, dtype, **flags, lowered=False)
+
+
+@fused
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_tensor_lowered_on_its_way_is_the_one_that_autocast_makes(masked):
+    for shape in SHAPES:
+        compare(shape, torch.float32, biased=False, masked=masked, by_column=True, sliced=False, lowered=True)
+
+
+@fused
+def test_the_weight_that_a_tensor_passes_to_has_its_columns_summed_as_well():
+    x, weight = draw((3, 50, 40), torch.bfloat16).requires_grad_(), draw((30, 40), seed=2)
+    for layer in (weight, weight.mT.contiguous().mT):  # as nn.Linear and as the Conv1D of GPT-2 keep theirs
+        leaf = layer.detach().requires_grad_()
+        passed, columns, norms = kernels.passing_to(leaf, x)
+        energy = (columns.sum(0) * norms.sum(0)).sum()
+        expected = (plain.columns(x) * plain.columns(leaf)).sum()
+        assert_close(energy, expected)
+        found = torch.autograd.grad(energy + passed.sum(), (x, leaf), retain_graph=True)
+        wanted = torch.autograd.grad(expected + x.sum(), (x, leaf))
+        close(found[0], wanted[0], 2**-7)
+        close(found[1], wanted[1], 1e-5)
+        again = torch.autograd.grad(energy, leaf, create_graph=True)[0].square().sum()
+        other = torch.autograd.grad((plain.columns(x) * plain.columns(leaf)).sum(), leaf, create_graph=True)[0]
+        close(*(torch.autograd.grad(value, leaf)[0] for value in (again, other.square().sum())), 1e-4)
+
+
+@fused
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "strided", "swapped"])
+def test_any_layout_of_memory_will_do(layout):
+    base = draw((24, 70, 40))
+    x = {
+        "transposed": base.mT,
+        "expanded": base[:, :1].expand(24, 70, 40),
+        "strided": base[:, ::2, 3:37:3],
+        "swapped": base.transpose(0, 1),
+    }[layout]
+    leaf, bias = x.detach().requires_grad_(), draw((x.shape[-1],), seed=2)
+    assert leaf.stride() == x.stride()
+    for by_column in (False, True):
+        out, energy = through(leaf, bias, by_column)
+        (found,) = torch.autograd.grad(energy.sum() + out.mT.sum(), leaf)
+        close(found, 2 * (x - bias) + 1, 1e-6)
+        close(energy.detach(), plainly(x, bias, by_column)[1].float(), 1e-5)
+
+
+@fused
+def test_nothing_of_a_row_that_does_not_count_is_seen():
+    x, mask = draw((4, 9, 20)), torch.rand(4, 9, device=DEVICE) < 0.5
+    x[~mask] = torch.nan
+    x.requires_grad_()
+    out, energies = kernels.passing(x, mask=mask, bias=draw((20,), seed=2))
+    assert energies.isfinite().all()
+    (gradient,) = torch.autograd.grad(energies.sum() + out.nan_to_num().sum(), x)
+    assert gradient.isfinite().all()
+
+
+@fused
+def test_the_same_bits_every_time():
+    x, bias = draw((40, 197, 768) if DEVICE == "cuda" else (4, 30, 70), torch.bfloat16), None
+    results = []
+    for _ in range(5):
+        leaf = x.clone().requires_grad_()
+        out, energies = kernels.passing(leaf, bias=bias)
+        results.append((energies.detach(), *torch.autograd.grad(energies.sum().square() + out.sum(), leaf)))
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
+
+
+@fused
+@pytest.mark.parametrize("by_column", [False, True])
+def test_second_derivatives_are_right(by_column):
+    x, bias = draw((70, 30)).requires_grad_(), draw((4,), seed=2).requires_grad_()
+    found = []
+    for function in (through, plainly):
+        out, energy = function(1.5 * x, bias, by_column, None, slice(2, 6))
+        loss = 1e-3 * energy.sum().square() + out.sin().sum()
+        first = torch.autograd.grad(loss, (x, bias), create_graph=True)
+        found.append(torch.autograd.grad(first[0].square().sum() + first[1].sum(), (x, bias)))
+    for a, b in zip(*found, strict=True):
+        close(a, b.to(a.dtype), 1e-4)
+
+
+@fused
+def test_a_tensor_changed_in_place_afterwards_is_copied_or_refused():
+    layer, x = torch.nn.Linear(8, 8).to(DEVICE), draw((4, 8))
+    expected = torch.autograd.grad(layer(x).relu().sum() + (layer(x) - layer.bias).square().sum(), layer.weight)
+    out, energies = kernels.passing(layer(x), bias=layer.bias, copied=True)
+    assert_close(torch.autograd.grad(out.relu_().sum() + energies.sum(), layer.weight), expected)
+    out, energies = kernels.passing(layer(x), bias=layer.bias)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (out.relu_().sum() + energies.sum()).backward()
+    out, energies = kernels.passing(layer(x), bias=layer.bias, copied=True)
+    with pytest.raises(RuntimeError, match="has no second derivative in the first forward pass"):
+        torch.autograd.grad(energies.sum(), layer.weight, create_graph=True)
+
+
+@fused
+def test_function_transforms_and_float64_take_the_plain_way():
+    x = draw((4, 6))
+    mapped = torch.vmap(torch.func.grad(lambda row: kernels.columns(row[None]).sum()))(x)
+    assert_close(mapped, 2 * x)
+    assert not kernels.serves(x.double())
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (0, 4, 8), (129, 130)])
+def test_the_columns_operator_is_registered_soundly(shape, dtype, masked):
+    x, mask = draw(shape, dtype).requires_grad_(), draw(shape[:-1], seed=5) > 0 if masked else None
+    torch.library.opcheck(torch.ops.explicit_dropout.columns.default, (x, mask))
+    found = torch.ops.explicit_dropout.columns(x, mask)
+    close(found.detach(), plain.columns(x.detach().double(), None, mask).to(found.dtype), 1e-5)
+    weights = draw(found.shape, found.dtype, 3)
+    expected = 2 * weights * plain.deviation(x.detach(), None, mask)
+    close(torch.autograd.grad(found, x, weights)[0], expected.to(dtype), 1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_second_derivatives_of_the_columns_operator_are_right():
+    x = draw((5, 4), torch.float64).requires_grad_()
+    torch.autograd.gradcheck(lambda x: torch.ops.explicit_dropout.columns(x, None), (x,))
+    torch.autograd.gradgradcheck(lambda x: torch.ops.explicit_dropout.columns(x, None), (x,))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_columns_operator_compiles_whole(backend):
+    def function(x):
+        return (torch.ops.explicit_dropout.columns(x.sin(), None) * 0.5).sum()
+
+    x = draw((6, 40)).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(function(x), x))
+
+
+# ---------------------------------------------------------------------------------------------- scores
+
+SIDES = [(2, 5, 5, 3, 8), (1, 70, 70, 2, 20), (2, 130, 130, 1, 33), (2, 65, 40, 2, 32), (0, 4, 4, 2, 8)]
+if DEVICE == "cuda":
+    SIDES += [(4, 197, 197, 12, 64), (8, 65, 65, 12, 32), (2, 1024, 1024, 3, 64), (2, 300, 300, 2, 128)]
+
+
+def sides(shape, dtype, biases):
+    """Queries as a part of a fused projection, keys, and biases of the one, the other, or both."""
+    batch, tokens, context, heads, width = shape
+    left, right = draw((batch, tokens, 3 * heads * width), dtype, 1)[..., : heads * width], None
+    right = draw((batch, context, heads * width), dtype, 2)
+    return left, right, *(draw((heads * width,), seed=3 + n) if n in biases else None for n in range(2))
+
+
+def score_results(function, given, heads, causal, dtype=None):
+    leaves = [None if x is None else (x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in given]
+    energies = function(*leaves, heads, causal)
+    weights = draw(energies.shape, seed=6).to(energies.dtype)
+    return [energies.detach(), *torch.autograd.grad(energies, [leaf for leaf in leaves if leaf is not None], weights)]
+
+
+@fused
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("biases", [(), (0,), (1,)])
+def test_score_energies_and_their_gradients_equal_plain_torch(biases, causal, dtype):
+    for shape in SIDES if dtype == torch.bfloat16 else SIDES[:4]:
+        if not causal or shape[1] == shape[2]:
+            given = sides(shape, dtype, biases)
+            found = score_results(kernels.scores, given, shape[3], causal)
+            wanted = score_results(plain.scores, given, shape[3], causal, torch.float64)
+            for a, b, leaf in zip(found, wanted, [None, *(x for x in given if x is not None)], strict=True):
+                close(
+                    a, b.to(torch.float32 if leaf is None else leaf.dtype), 2**-7 if dtype == torch.bfloat16 else 1e-4
+                )
+
+
+@fused
+def test_scores_have_the_same_bits_every_time_and_second_derivatives():
+    given = sides((2, 70, 70, 2, 20), torch.float32, (0,))
+    first, again = (score_results(kernels.scores, given, 2, True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    found = []
+    for function in (kernels.scores, plain.scores):
+        leaf = given[0].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(function(leaf, *given[1:], 2, True).sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), leaf)[0])
+    close(*found, 1e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("biases", [(), (0,), (0, 1)])
+def test_the_scores_operators_are_registered_soundly(biases, causal):
+    given = [None if x is None else x.detach().requires_grad_() for x in sides((2, 5, 5, 3, 8), torch.float32, biases)]
+    operators = torch.ops.explicit_dropout
+    torch.library.opcheck(operators.scores.default, (*given, 3, causal))
+    detached = [None if x is None else x.detach() for x in given]
+    torch.library.opcheck(operators.score_gradients.default, (*detached, 3, causal, draw((2, 3))))
+    found, wanted = (score_results(f, given, 3, causal) for f in (operators.scores, plain.scores))
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b, 1e-4)
+
+
+@fused
+@pytest.mark.parametrize("shape", [(3, 20, 2, 8, 12), (5, 33, 3, 16, 40)])
+def test_spreads_and_their_gradients_equal_plain_torch(shape):
+    batch, tokens, heads, width, inputs = shape
+    others = draw((batch, tokens, heads * width), torch.bfloat16, 1)
+    weights = [draw((heads * width, inputs), seed=seed) for seed in (2, 3)]
+    squares = [draw((batch, inputs), seed=seed).square() for seed in (4, 5)]
+    weighting = draw((batch,), seed=6)
+
+    def grams(weight, square):
+        rows = torch.unflatten(weight, 0, (heads, -1))
+        return torch.einsum("hec,bc,hfc->bhef", rows, square, rows)
+
+    def plainly(others, first, square, second, other_square):
+        by_head = torch.unflatten(others, -1, (heads, -1)).transpose(1, 2)
+        one, other = grams(first, square), grams(second, other_square)
+        return (by_head.mT @ by_head * one).sum((1, 2, 3)), (one * other).sum((1, 2, 3))
+
+    def fused(others, first, square, second, other_square):
+        return (
+            kernels.spread(others, first, square, heads),
+            kernels.joint_spread(first, square, second, other_square, heads),
+        )
+
+    found = []
+    for function, dtype in ((fused, None), (plainly, torch.float64)):
+        given = [others, weights[0], squares[0], weights[1], squares[1]]
+        leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in given]
+        results = function(*leaves)
+        loss = sum((energy * weighting).sum() for energy in results)
+        found.append([*(energy.detach() for energy in results), *torch.autograd.grad(loss, leaves)])
+    for mine, other in zip(*found, strict=True):
+        assert (mine.double() - other).norm() < 1e-2 * other.norm()
+    leaf = others.detach().requires_grad_()
+    energy = kernels.spread(leaf, weights[0], squares[0], heads).sum()
+    with pytest.raises(RuntimeError, match="no second derivative in half precision"):
+        torch.autograd.grad(energy, leaf, create_graph=True)
+
+
+# ---------------------------------------------------------------------------------------------- whole models
+
+
+def small_vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return ViTForImageClassification(config).to(DEVICE).train()
+
+
+def small_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=80, vocab_size=50, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        use_cache=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).to(DEVICE).train()
+
+
+def run(model, runner=None):
+    if type(model).__name__.startswith("ViT"):
+        inputs = {"pixel_values": draw((3, 3, 16, 16), seed=7)}
+    else:
+        inputs = {"input_ids": torch.arange(140, device=DEVICE).reshape(2, 70) % 50}
+    return (model if runner is None else runner)(**inputs).logits.float().square().mean()
+
+
+def trained(model, noise, components, runner=None, autocast=False):
+    """Gradients and terms of the second of two steps: the first is careful about what models do in place."""
+    reg = xd.ExplicitDropout(model, noise, **dict.fromkeys(components, 0.3))
+    runner = model if runner is None else runner(model)
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            loss = run(model, runner)
+        (loss + reg()).backward()
+    terms = reg.terms()
+    reg.remove()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, terms
+
+
+COMPONENTS = {
+    "paper": (xd.paper(0.2), ("value", "attended_value", "query", "key", "feed_forward")),
+    "inverted": (xd.inverted(0.2), ("value", "query", "key", "query_key", "feed_forward")),
+    "bernoulli": (xd.bernoulli(0.2), ("value", "feed_forward")),
+}
+
+
+def agree(found, expected, rounding):
+    """Gradients, then terms, within rounding of the largest of them: some are zero but for rounding."""
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.keys() == other.keys()
+        bound = rounding * max(tensor.abs().max().item() for tensor in other.values())
+        for name in other:
+            assert_close(mine[name], other[name], rtol=rounding, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@fused
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("law", COMPONENTS)
+@pytest.mark.parametrize("make", [small_vit, small_gpt2])
+def test_a_model_on_the_kernels_equals_one_in_plain_torch(make, law, autocast, monkeypatch):
+    noise, components = COMPONENTS[law]
+    found = trained(make(), noise, components, autocast=autocast)
+    with monkeypatch.context() as patch:
+        for module in (kernels, kernels.energy, kernels.gram):
+            patch.setattr(module, "serves", lambda _: False)
+        expected = trained(make(), noise, components, autocast=autocast)
+    agree(found, expected, 5e-2 if autocast else 1e-4)  # Triton's interpreter cuts off where it should round
+
+
+@pytest.mark.parametrize("law", COMPONENTS)
+@pytest.mark.parametrize("make", [small_vit, small_gpt2])
+def test_a_compiled_model_has_the_operators_in_its_one_graph_and_agrees(make, law, monkeypatch):
+    noise, components = COMPONENTS[law]
+    expected = trained(make(), noise, components)
+    monkeypatch.setattr(kernels.energy, "serves_compiled", lambda _: True)
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.backends.registry.lookup_backend("aot_eager")(graph, inputs)
+
+    found = trained(make(), noise, components, lambda m: torch.compile(m, fullgraph=True, backend=backend))
+    agree(found, expected, 1e-4)
+    assert any("explicit_dropout.columns" in name for name in seen) == bool(noise.variance)
+    # transformers gives a compiled decoder its causal mask as a tensor, which only the plain form reads
+    assert any("explicit_dropout.scores" in name for name in seen) == (law == "paper" and make is small_vit)
