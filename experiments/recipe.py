@@ -38,5 +38,5 @@ def experiment() -> Experiment:
             for augmentation, changed in SETTINGS
         ),
         baseline=BASELINE,
-        notes=("One seed each. Validation images decide; the test images are looked at for the chosen one only.",),
+        notes=("One seed each. Validation images decide; what the test images say plays no part.",),
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from explicit_dropout.lab.config import Data, Model, Run, Training
 from explicit_dropout.lab.experiment import Experiment
-from explicit_dropout.lab.rows import BASELINE, paper_numbers, paper_treatments
+from explicit_dropout.lab.rows import BASELINE, COINCIDENCE, paper_numbers, paper_treatments
 
 SEEDS = range(5)
 STRENGTHS = LEARNING_RATES = (1e-3, 5e-3, 1e-4, 5e-4)
@@ -44,6 +44,7 @@ def experiment() -> Experiment:
         baseline=BASELINE,
         paper=paper_numbers("table1"),
         notes=(
+            COINCIDENCE,
             "35 000 training, 15 000 validation and 10 000 test images. λ and learning rate are chosen on validation "
             "images for each row.",
             "The paper leaves epochs, batch size, augmentation and the reduction of J open; here penalties are means "

@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,15 +73,38 @@ def test_a_run_can_be_taken_from_the_folder_of_another(tmp_path: Path) -> None:
         (["--training.batch", "4096"], "at most"),
         (["--model.patch", "3"], "a divisor of height and width"),
         (["--config", "nothing.json"], "the config.json of a run folder"),
+        (["--config", "nothing.json", "--seed", "3"], "the only setting"),
         (["--device", "toaster"], "auto, cpu, cuda"),
         (["--data.augmentation", "autoaugment", "--data.name", "features", "--data.folder", "no.npz"], "no.npz"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_command_that_cannot_be_carried_out_says_why_and_ends_with_2(arguments, words, tmp_path, capsys) -> None:
-    given = [*SMALL[:-4], *arguments, "--data-root", str(tmp_path / "data"), "--store", str(tmp_path / "store")]
+    given = [
+        *([] if arguments[0] == "--config" else SMALL[:-4]),
+        *arguments,
+        "--data-root",
+        str(tmp_path / "data"),
+        "--store",
+        str(tmp_path / "store"),
+    ]
     assert main(["train", *given]) == BAD_INPUT
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_ctrl_c_ends_without_a_traceback_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    settings = [*SMALL, "--training.epochs", "4000", "--store", str(tmp_path), "--checkpoint-seconds", "0"]
+    command = [sys.executable, "-m", "explicit_dropout", "train", *settings]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        while not list(tmp_path.rglob("checkpoint.pt")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on from here" in told
+    assert "Traceback" not in told
+    assert folder_of(tmp_path).status == "resumable"
 
 
 def test_a_setting_that_is_none_is_refused_by_name(capsys) -> None:

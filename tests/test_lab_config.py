@@ -63,6 +63,14 @@ def test_a_whole_number_where_a_float_belongs_is_the_same_setting() -> None:
         (lambda: Run(seed=True), "whole number"),
         (lambda: Treatment("explicit_v", strength=float("nan")), "`treatment.strength`"),
         (lambda: Treatment("explicit_v", strength=float("inf")), "finite"),
+        (lambda: Training(weight_decay=float("inf")), "finite"),
+        (lambda: Training(warm_up_epochs=31), "at most the 30 epochs"),
+        (lambda: Treatment("none", "arora", strength=1, law="inverted"), "`treatment.law` must be 'paper', since"),
+        (lambda: Treatment("drop_key", span=3), "`treatment.span` must be 1, since it changes nothing here"),
+        (lambda: Treatment("none", "implicit", extra_dropout=0.5), "`treatment.extra_dropout`"),
+        (lambda: Treatment(decreasing=True), "`treatment.decreasing`"),
+        (lambda: Execution(threads=0), "at least 1"),
+        (lambda: Execution(checkpoint_seconds=-1), "at least 0"),
         (lambda: Treatment("explicit_v"), "above 0 with a penalty"),
         (lambda: Treatment(strength=1e-3), "0 without one. Got 0.001 for none+none"),
         (lambda: Treatment(rate=1.0), "below 1"),
@@ -86,7 +94,6 @@ def test_rows_are_named_as_in_the_paper_with_what_differs_in_brackets() -> None:
     assert Treatment("drop_key", "implicit").row == "drop_key+implicit"
     special = Treatment("explicit_av", "explicit", strength=1, law="bernoulli", rate=0.3, reduction="sample")
     assert special.row == "explicit_av+explicit [bernoulli, p = 0.3, sample mean]"
-    assert Treatment("none", "arora", strength=1, law="inverted").row == "none+arora"  # the law is none of its business
 
 
 def test_a_configuration_is_a_run_without_its_seed_and_split() -> None:
@@ -118,7 +125,15 @@ def test_the_runs_of_table_5_are_runs_of_table_1() -> None:
 def test_an_experiment_file_that_is_none_says_so(tmp_path) -> None:
     with pytest.raises(InputError, match="not there"):
         load_experiments(tmp_path / "nothing.py")
-    for content, words in (("x = 1", "without one"), ("def experiment(): return 3", "returns an Experiment")):
+    with pytest.raises(InputError, match="which is a folder"):
+        load_experiments(tmp_path)
+    for content, words in (
+        ("x = 1", "without one"),
+        ("def experiment(): return 3", "returns an Experiment"),
+        ("x = 1\nx = 1 / 0", "line 2: ZeroDivisionError"),
+        ("x = 1\n\ndef experiment(): return x.y", "line 3: AttributeError"),
+        ("def experiment(:", "line 1"),
+    ):
         file = tmp_path / f"wrong{len(content)}.py"
         file.write_text(content)
         with pytest.raises(InputError, match=words):

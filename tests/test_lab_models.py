@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 import explicit_dropout as xd
 from explicit_dropout import CollectionError, InputError
-from explicit_dropout.lab.config import Model, Treatment
+from explicit_dropout.lab.config import AttentionTreatment, FeedForwardTreatment, Model, Treatment
 from explicit_dropout.lab.models import Attention, Transformer, patches
 from explicit_dropout.lab.penalties import Penalty, attach
 from explicit_dropout.lab.rows import CONTROLS, EXPLICIT, PAPER_ROWS, treatments
@@ -92,6 +93,18 @@ def test_every_row_trains_and_is_deterministic_in_eval_mode(row: str, model: Mod
     assert stochastic  # by drop_path alone
     built.eval()
     assert torch.equal(built(x), built(x))
+
+
+@pytest.mark.parametrize("feed_forward", get_args(FeedForwardTreatment))
+@pytest.mark.parametrize("attention", get_args(AttentionTreatment))
+def test_every_pair_of_treatments_makes_a_training_step(attention: str, feed_forward: str) -> None:
+    (treatment,) = treatments(f"{attention}+{feed_forward}", [STRENGTH])
+    built = small(treatment)
+    penalty = attach(built, treatment)
+    assert (penalty is not None) == treatment.has_penalty
+    loss = built(images()).square().mean() + (0 if penalty is None else penalty())
+    loss.backward()
+    assert torch.isfinite(loss)
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,8 @@ BAD = {
     ("nowhere.py",): "nowhere.py, which is not there",
     (FILE, "--only", "noen+none"): "the closest is 'none+none'",
     (FILE, "--seeds", "x"): "whole numbers and ranges",
+    (FILE, "--seeds", "3-1"): "ranges that go up",
+    (FILE, "--seeds", ","): "whole numbers and ranges",
     (FILE, "--seeds", "9"): "`seeds` must be among 0, 1. Got 9",
     (FILE, "--engine", "cloud"): "invalid choice",
     (FILE, "--workers=-1"): "`workers` must be 0",

@@ -8,10 +8,11 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from explicit_dropout import InputError
+from explicit_dropout.errors import InputError, StoreError
 from explicit_dropout.lab import data
 from explicit_dropout.lab.config import Data, Execution, Model, Run, Training, Treatment
 from explicit_dropout.lab.rows import treatments
@@ -112,6 +113,34 @@ def test_a_run_resumed_keeps_the_best_weights_it_had(tmp_path: Path) -> None:
     assert summary["validation"] == best["validation"]
 
 
+def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
+    run = replace(RUN, data=Data("features", folder="made.npz"), model=replace(SMALL, patch=None))
+    often = replace(EXACT, checkpoint_seconds=0, data_root=str(tmp_path))
+    random = np.random.default_rng(0)
+    arrays = {"features": random.normal(size=(300, 4, 6)).astype(np.float32), "labels": np.arange(300) % 3}
+    for changed in ({}, {"features": arrays["features"] + 1}, {"groups": np.arange(300) // 2}):
+        np.savez(tmp_path / "made.npz", classes=np.array(["a", "b", "c"]), **arrays)
+        store = tmp_path / f"store {len(changed)} {'groups' in changed}"
+        with pytest.raises(KeyboardInterrupt):
+            trained(run, store, often, Interrupt(2))
+        np.savez(tmp_path / "made.npz", classes=np.array(["a", "b", "c"]), **{**arrays, **changed})
+        if changed:
+            with pytest.raises(StoreError, match="begun on other data"):
+                trained(run, store, often)
+        else:
+            assert trained(run, store, often).finished
+
+
+def test_a_run_that_went_on_elsewhere_tells_both_places(tmp_path: Path) -> None:
+    often = replace(EXACT, checkpoint_seconds=0)
+    with pytest.raises(KeyboardInterrupt):
+        trained(RUN, tmp_path, often, Interrupt(2))
+    folder = trained(RUN, tmp_path, replace(often, deterministic=False))
+    told = folder.environment()
+    assert told is not None
+    assert (told["deterministic"], told["before"]) == (False, [{"deterministic": True}])
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     folder = trained(RUN, tmp_path)
     before = {file.name: file.stat().st_mtime_ns for file in folder.path.iterdir()}
@@ -161,6 +190,8 @@ def test_two_processes_under_torchrun_train_as_one_does(seed: int, tmp_path: Pat
             "key.bias"
         ):  # the softmax takes no notice of it: its gradient is rounding, blown up by Adam
             torch.testing.assert_close(second[name], first[name], rtol=1e-3, atol=1e-4)
+    losses = [[line["train_loss"] for line in found.metrics()] for found in (alone, folder)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert folder.summary()["test"]["accuracy"] == pytest.approx(alone.summary()["test"]["accuracy"], abs=0.01)
     assert json.loads((folder.path / "environment.json").read_text())["processes"] == 2
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from explicit_dropout.errors import ExplicitDropoutError
 
-AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
-"""Exit statuses: fine, a check failed, the command could not be carried out."""
+AGREES, DISAGREES, BAD_INPUT, STOPPED = 0, 1, 2, 130
+"""Exit statuses: fine, a check failed, the command could not be carried out, Ctrl-C (as shells have it)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         complain(str(error))
         return BAD_INPUT
+    except KeyboardInterrupt:
+        from explicit_dropout.cli.output import console
+
+        console(stderr=True).print("Stopped. What is finished is kept; the same command goes on from here.")
+        return STOPPED
     return int(status)
 
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from explicit_dropout.cli.output import console, plural
 from explicit_dropout.cli.reporting import show
 from explicit_dropout.cli.sweep_display import Display
-from explicit_dropout.cli.sweeping import STOPPED, complain_of
+from explicit_dropout.cli.sweeping import complain_of
 from explicit_dropout.lab import sweep as sweeps
 from explicit_dropout.lab.config import Execution
 from explicit_dropout.lab.demonstration import experiment
@@ -49,14 +49,10 @@ def carry_out(planned: Experiment, output: Path, engine: EngineName, device: str
     plan = sweeps.plan(planned.runs, store)
     out.print(f"{escape(planned.title)}: {plural(len(planned.rows), 'row')}, {plural(len(planned.runs), 'training')}.")
     display = Display(plan, store, out)
-    try:
-        with display:
-            result = sweeps.sweep(
-                [planned], store, choose(engine, Options()), Execution(device=device), on_event=display.on_event
-            )
-    except KeyboardInterrupt:
-        out.print("Stopped. The same command goes on from here.")
-        return STOPPED
+    with display:
+        result = sweeps.sweep(
+            [planned], store, choose(engine, Options()), Execution(device=device), on_event=display.on_event
+        )
     if result.failed:
         complain_of(result, out_of=len(plan.todo))
         return 1

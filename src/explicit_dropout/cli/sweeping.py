@@ -11,7 +11,7 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from explicit_dropout.cli import AGREES, DISAGREES
+from explicit_dropout.cli import AGREES, DISAGREES, STOPPED
 from explicit_dropout.cli.output import console, plural
 from explicit_dropout.cli.sweep_display import Display, label, span
 from explicit_dropout.errors import ExplicitDropoutError, InputError
@@ -23,8 +23,6 @@ from explicit_dropout.lab.engines import Options, choose
 from explicit_dropout.lab.experiment import load_experiments
 from explicit_dropout.lab.store import Store
 
-STOPPED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 _ALL = "(default: all)"
 _OWN = "(default: the engine's choice)"
 
@@ -196,7 +194,12 @@ def _numbers(text: str) -> tuple[int, ...]:
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise InputError("seeds", "whole numbers and ranges, such as 0,1 or 0-4", repr(text))
-        found += range(int(first), int(last or first) + 1)
+        numbers = range(int(first), int(last or first) + 1)
+        if not numbers:
+            raise InputError("seeds", "ranges that go up, such as 0-4", repr(text))
+        found += numbers
+    if text and not found:
+        raise InputError("seeds", "whole numbers and ranges, such as 0,1 or 0-4", repr(text))
     return tuple(found)
 
 

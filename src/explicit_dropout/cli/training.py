@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,12 +51,15 @@ def train(
     Args:
         run: What is trained.
         execution: Where and how.
-        config: Take the run from a config.json of a store; the other settings are then left alone.
+        config: Take the run from a config.json of a store, instead of saying what is trained.
         store: Folder of results.
         quiet: No progress display.
     """
     if config is not None:
+        if run != Run():
+            raise InputError("config", "the only setting of the run: it says everything about it", "others beside it")
         run = read_config(config)
+    quiet = quiet or int(os.environ.get("RANK", "0")) > 0  # one of the processes of torchrun is enough to listen to
     folder = Store(store).folder(run)
     out = console()
     if not quiet:

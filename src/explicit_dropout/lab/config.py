@@ -23,6 +23,7 @@ AttentionTreatment = Literal[
     "none", "dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head",
     "explicit_q", "explicit_k", "explicit_qk", "explicit_v", "explicit_av", "arora_q", "arora_k", "arora_v",
 ]  # fmt: skip
+STOCHASTIC_ATTENTION = ("dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head")
 FeedForwardTreatment = Literal["none", "implicit", "explicit", "arora", "activation_l2", "weight_decay"]
 LawName = Literal["paper", "bernoulli", "inverted"]
 
@@ -168,7 +169,7 @@ class Treatment(Settings):
         span: for drop_attention: how many neighbouring keys are dropped together.
         drop_path: the rate at which whole residual branches are dropped, rising from 0 to this over depth.
         extra_dropout: rate of an `nn.Dropout` in the feed-forward that is used beside explicit penalties.
-        decreasing: for drop_key: the rate falls to 0 over depth.
+        decreasing: for stochastic attention: the rate falls to 0 over depth.
     """
 
     attention: AttentionTreatment = "none"
@@ -189,12 +190,30 @@ class Treatment(Settings):
             self._range(name, getattr(self, name), 0, 1, open_high=True)
         self._range("strength", self.strength, 0)
         self._range("span", self.span, 1)
-        if not math.isfinite(self.strength):
-            raise InputError("treatment.strength", "finite", self.strength)
         if self.has_strength != (self.strength > 0):
             raise InputError(
                 "treatment.strength", "above 0 with a penalty, and 0 without one", f"{self.strength:g} for {self.row}"
             )
+        for name, applies in self._applying().items():
+            default = next(entry.default for entry in fields(self) if entry.name == name)
+            if getattr(self, name) != default and not applies:
+                raise InputError(
+                    self._place(name),
+                    f"{default!r}, since it changes nothing here",
+                    f"{getattr(self, name)!r} for {self.row}",
+                )
+
+    def _applying(self) -> dict[str, bool]:
+        """Settings that act on some treatments only, and whether they act on this one."""
+        stochastic = self.attention in STOCHASTIC_ATTENTION
+        return {
+            "law": self.is_explicit,
+            "reading": self.is_explicit,
+            "reduction": self.has_penalty,
+            "span": self.attention.startswith("drop_attention"),
+            "decreasing": stochastic,
+            "extra_dropout": self.feed_forward != "implicit",
+        }
 
     @property
     def has_strength(self) -> bool:
@@ -204,7 +223,7 @@ class Treatment(Settings):
     @property
     def has_penalty(self) -> bool:
         """Whether anything is added to the loss."""
-        return self.has_strength and (self.attention, self.feed_forward) != ("none", "weight_decay")
+        return has_strength(self.attention, "none" if self.feed_forward == "weight_decay" else self.feed_forward)
 
     @property
     def is_explicit(self) -> bool:
@@ -267,8 +286,10 @@ class Training(Settings):
         for name in ("weight_decay", "warm_up_epochs", "final_learning_rate", "clip"):
             self._range(name, getattr(self, name), 0)
         self._range("label_smoothing", self.label_smoothing, 0, 1, open_high=True)
-        if not 0 < self.learning_rate < math.inf:
-            raise InputError("training.learning_rate", "above 0 and finite", self.learning_rate)
+        if self.learning_rate <= 0:
+            raise InputError("training.learning_rate", "above 0", self.learning_rate)
+        if self.warm_up_epochs > self.epochs:
+            raise InputError("training.warm_up_epochs", f"at most the {self.epochs} epochs", self.warm_up_epochs)
 
 
 @dataclass(frozen=True)
@@ -303,7 +324,9 @@ class Run(Settings):
 
 @dataclass(frozen=True)
 class Execution(Settings):
-    """How and where a run is carried out: nothing here decides its result beyond rounding.
+    """How and where a run is carried out: no part of what it is.
+
+    Results agree within rounding, but for compiled code, which draws other dropout masks.
 
     Args:
         data_root: the folder of the datasets; None for $EXPLICIT_DROPOUT_DATA, or `data`.
@@ -327,6 +350,12 @@ class Execution(Settings):
     keep_checkpoint: bool = False
     tensorboard: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._range("checkpoint_seconds", self.checkpoint_seconds, 0)
+        if self.threads is not None:
+            self._range("threads", self.threads, 1)
+
 
 # ---------------------------------------------------------------------------------------------- types of fields
 
@@ -338,7 +367,7 @@ def _fits(value: object, kind: Any) -> bool:
     if origin is Literal:
         return any(value == option and type(value) is type(option) for option in get_args(kind))
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -356,7 +385,7 @@ def _words(kind: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     names: dict[Any, str] = {
-        float: "a number",
+        float: "a finite number",
         int: "a whole number",
         str: "text",
         bool: "true or false",

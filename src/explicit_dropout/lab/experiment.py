@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from explicit_dropout.errors import InputError
+from explicit_dropout.errors import ExplicitDropoutError, InputError
 from explicit_dropout.lab.config import Run
 
 Metric = Literal["accuracy", "mean_average_precision"]
@@ -60,15 +62,32 @@ def module_of(path: str | Path) -> Any:
     """An experiment file as a module, for others to build on."""
     file = Path(path)
     if not file.is_file():
-        raise InputError("experiment", "a Python file with a function experiment()", f"{file}, which is not there")
+        what = "which is a folder" if file.is_dir() else "which is not there"
+        raise InputError("experiment", "a Python file with a function experiment()", f"{file}, {what}")
     name = f"explicit_dropout_experiment_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise InputError("experiment", "a Python file (.py)", str(file))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with _naming(file):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Errors of an experiment file as errors of ours, with the place."""
+    try:
+        yield
+    except ExplicitDropoutError:
+        raise
+    except SyntaxError as error:
+        raise InputError("experiment", "Python", f"{file}, line {error.lineno}: {error.msg}") from error
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        place = f"{file}, line {lines[-1]}" if lines else str(file)
+        raise InputError("experiment", "a file that runs", f"{place}: {type(error).__name__}: {error}") from error
 
 
 def load_experiments(path: str | Path) -> list[Experiment]:
@@ -76,7 +95,8 @@ def load_experiments(path: str | Path) -> list[Experiment]:
     function = getattr(module_of(path), "experiment", None)
     if not callable(function):
         raise InputError("experiment", "a Python file with a function experiment()", f"{path} without one")
-    made = function()
+    with _naming(Path(path)):
+        made = function()
     found = list(made) if isinstance(made, list | tuple) else [made]
     if not found or not all(isinstance(item, Experiment) for item in found):
         raise InputError(

@@ -28,6 +28,12 @@ CONTROLS = ("none+none", "none+activation_l2", "none+weight_decay")
 
 BASELINE = "none+implicit"
 
+COINCIDENCE = (
+    "drop_attention and drop_key are one computation where weights are dropped one by one and rows renormalised: with "
+    "the same masks their rows coincide."
+)
+"""A note for every table that has both."""
+
 
 def treatments(row: str, strengths: Iterable[float], *, law: LawName = "paper", **settings: Any) -> Iterator[Treatment]:
     """The treatments of a row: one for each strength λ; a single one where the row has nothing that λ could be of.

@@ -12,6 +12,7 @@ import errno
 import io
 import json
 import os
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,9 @@ import torch
 from explicit_dropout import __version__
 from explicit_dropout.errors import ExplicitDropoutError, StoreBusyError, StoreError
 from explicit_dropout.lab.config import Run
+
+PATIENCE = 0.2
+"""Seconds that a lock is tried for: whoever only looks whether a run is at work holds it for a moment."""
 
 FORMAT = 1
 """Written into every config.json and summary.json, and refused if it is another."""
@@ -158,7 +162,7 @@ class RunFolder:
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Add the line of an epoch; it is on the disk, whole or not at all, when this returns or raises."""
-        written = json.dumps(dict(line), allow_nan=True).encode() + b"\n"
+        written = json.dumps(dict(line), allow_nan=False).encode() + b"\n"
         path = self.path / "metrics.jsonl"
         with _reporting(path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -372,10 +376,16 @@ def _sync_folder(path: Path) -> None:
 def _acquire(descriptor: int, folder: Path, *, shared: bool = False) -> None:
     import fcntl  # not on every system, and reading results needs no lock
 
+    deadline = time.monotonic() + (0 if shared else PATIENCE)
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise StoreBusyError(f"{folder} is in use by another process.") from None
+        while True:
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise StoreBusyError(f"{folder} is in use by another process.") from None
+                time.sleep(0.02)
     except OSError as error:
         raise StoreError(
             f"{folder} cannot be locked: {error.strerror}. The store needs a file system with locks, such as a local "

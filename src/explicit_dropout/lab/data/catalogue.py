@@ -81,7 +81,7 @@ def missing(wanted: Source, root: Path) -> str:
         f"It needs  {wanted.needs}\n"
         f"{command}"
         f"{wanted.obtain}\n"
-        f"The data root is --root, else ${ROOT_VARIABLE}, else ./data."
+        f"The data root is --data-root (of `data`: --root), else ${ROOT_VARIABLE}, else ./data."
     )
 
 

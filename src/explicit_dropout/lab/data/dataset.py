@@ -124,6 +124,7 @@ class Dataset:
         classes: names of what a model tells apart, one per output.
         shape: of one input: (channels, height, width) or (tokens, features).
         fingerprint: SHA-256 of all examples and labels as they were read, whatever split or subset is asked for.
+        division: SHA-256 of which example is in which part.
         metric: what results are reported in.
         sources: the files that were read, relative to the data root.
         background: the class that is trained on but not scored, if there is one.
@@ -138,6 +139,7 @@ class Dataset:
     test: Split
     shape: tuple[int, ...]
     fingerprint: str
+    division: str = ""
     metric: Metric = "accuracy"
     sources: tuple[str, ...] = ()
     background: int | None = None

@@ -203,6 +203,7 @@ class Material:
             test=self.content.split(test, labels[test], statistics),
             shape=tuple(self.content.shape),
             fingerprint=(fingerprint := self.fingerprint),
+            division=hashlib.sha256(b"|".join(rows.tobytes() for rows in (train, validation, test))).hexdigest(),
             metric=self.metric,
             sources=self.sources,
             background=self.background,

@@ -66,6 +66,7 @@ def environment(execution: Execution, device: torch.device, dataset: Dataset, ra
         "dataset": {
             "name": dataset.name,
             "fingerprint": dataset.fingerprint,
+            "division": dataset.division,
             "official": dataset.official,
             "notes": list(dataset.notes),
         },

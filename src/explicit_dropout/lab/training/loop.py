@@ -120,7 +120,7 @@ class _Training:
             if self.watch.interval is not None and (now := time.perf_counter()) - looked > self.watch.interval:
                 looked = now
                 self.watch.progress(step + 1, self.step.means())
-        means = self.step.means()  # waits for the device
+        means = self.step.means(place.ranks)  # waits for the device
         seconds = time.perf_counter() - began
         if not place.first:
             record.epochs_done += 1

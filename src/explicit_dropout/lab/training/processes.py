@@ -45,7 +45,10 @@ def processes(run: Run, execution: Execution) -> Iterator[Place]:
     """The place of this process in the training, by the variables that torchrun sets."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if ranks == 1:
-        yield Place(0, 1, chosen_device(execution))
+        device = chosen_device(execution)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # graphs are captured on the current one
+        yield Place(0, 1, device)
         return
     if run.training.batch % ranks:
         raise InputError("training.batch", f"a multiple of the {ranks} processes", run.training.batch)

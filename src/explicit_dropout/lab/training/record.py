@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from explicit_dropout.errors import StoreError
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.data import Dataset
 from explicit_dropout.lab.store import RunFolder
@@ -27,17 +28,34 @@ class Record:
         self.best: float | None = None
         self.best_epoch = 0
         self.best_weights: Weights | None = None
-        self.validation: dict[str, float | None] = {}
         self._saved_at = time.monotonic()
 
     def begin(self, environment: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Write what is run and where; return the state to go on from, if there is one."""
+        """Write what is run and where; return the state to go on from, if there is one.
+
+        A run that was begun on other data is refused; one that was begun on another machine says so ("before").
+        """
         self.folder.write_config()
-        self.folder.write_environment(environment)
-        state = self.folder.load_checkpoint()
+        state, before = self.folder.load_checkpoint(), self.folder.environment()
         if state is not None:
             self._restore(state["record"])
+            if before is not None:
+                environment = self._continued(environment, before)
+        self.folder.write_environment(environment)
         return state
+
+    def _continued(self, environment: Mapping[str, Any], before: dict[str, Any]) -> Mapping[str, Any]:
+        """The environment of a run that goes on, with those that it had before."""
+        for name in ("fingerprint", "division"):
+            now, then = (e.get("dataset", {}).get(name) for e in (environment, before))
+            if now != then:
+                raise StoreError(
+                    f"{self.folder.path} was begun on other data than those at hand: their {name} was {then} and is "
+                    f"{now}. Bring the data back, or move the folder away, and the run starts anew."
+                )
+        earlier = before.pop("before", [])
+        changed = {name: value for name, value in before.items() if environment.get(name) != value}
+        return {**environment, "before": [*earlier, changed] if changed else earlier}
 
     @property
     def over(self) -> bool:
@@ -67,7 +85,6 @@ class Record:
         line |= {name: _finite(value) for name, value in means.items()}
         if validation is not None:
             line["validation"] = dict(validation)
-            self.validation = dict(validation)
             value = validation.get(self.metric)
             if self.run.training.select == "best" and value is not None and (self.best is None or value > self.best):
                 self.best, self.best_epoch = value, self.epochs_done
@@ -122,7 +139,6 @@ class Record:
             "best": self.best,
             "best_epoch": self.best_epoch,
             "best_weights": self.best_weights,
-            "validation": self.validation,
             "epochs_done": self.epochs_done,
         }
 
@@ -150,8 +166,8 @@ def cpu_copy(state: Any) -> Any:
 
 
 def load_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Put the moments of a checkpoint back. The learning rate is not among them: every step sets its own."""
-    rates = [group["lr"] for group in optimiser.param_groups]
+    """Put the moments of a checkpoint back, but not its settings, which may be those of another device."""
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimiser.param_groups]
     optimiser.load_state_dict(dict(state))
-    for group, rate in zip(optimiser.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, kept in zip(optimiser.param_groups, settings, strict=True):
+        group.update(kept)

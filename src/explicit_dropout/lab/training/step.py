@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from explicit_dropout.lab import metrics
 from explicit_dropout.lab.config import Execution, Run
@@ -40,7 +40,7 @@ class Step:
             device,
         )
         self.graphed = execution.cuda_graphs
-        self.optimiser = optimiser(model, run, on_gpu=device.type == "cuda")
+        self.optimiser = optimiser(model, run, device)
         self.site_names: list[str] = []
         self.sums: Tensor | None = None
         self.batches = 0
@@ -91,11 +91,17 @@ class Step:
             else:
                 group["lr"] = learning_rate
 
-    def means(self) -> dict[str, Any]:
-        """Means over the steps since the last time: task loss, penalty, accuracy and the term of every site."""
+    def means(self, ranks: int = 1) -> dict[str, Any]:
+        """Means over the steps since `reset`: task loss, penalty, accuracy and the term of every site.
+
+        With several ranks all of them have to ask, and get the means over all.
+        """
         if self.sums is None:
             return {}
-        task, penalty, accuracy, *terms = (self.sums / max(self.batches, 1)).tolist()
+        sums = self.sums.clone()
+        if ranks > 1:
+            distributed.all_reduce(sums)
+        task, penalty, accuracy, *terms = (sums / (max(self.batches, 1) * ranks)).tolist()
         return {
             "train_loss": task,
             "penalty": penalty,
@@ -141,13 +147,14 @@ class Step:
         torch.cuda.set_rng_state(random, self.device)
 
 
-def optimiser(model: nn.Module, run: Run, *, on_gpu: bool) -> torch.optim.Optimizer:
+def optimiser(model: nn.Module, run: Run, device: torch.device) -> torch.optim.Optimizer:
     """Adam with L2, or AdamW with decoupled decay, over all parameters, fused."""
+    on_gpu = device.type == "cuda"
     kind = torch.optim.Adam if run.training.optimiser == "adam" else torch.optim.AdamW
     rate = run.training.learning_rate
     return kind(
         model.parameters(),
-        lr=torch.tensor(rate, device="cuda") if on_gpu else rate,  # a CUDA graph reads it anew at every replay
+        lr=torch.tensor(rate, device=device) if on_gpu else rate,  # a CUDA graph reads it anew at every replay
         weight_decay=weight_decay(run),
         fused=True,
         capturable=on_gpu,

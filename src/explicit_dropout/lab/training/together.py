@@ -189,7 +189,7 @@ class Together:
 
     def _state(self, row: int) -> dict[str, Any]:
         """As the run alone would write it."""
-        alone = optimiser(self.objective.model, self.members[row].run, on_gpu=self.device.type == "cuda")
+        alone = optimiser(self.objective.model, self.members[row].run, self.device)
         state = self.adam.state(row, self.stack, alone.state_dict()["param_groups"])
         return {"model": cpu_copy(self._weights(row)), "optimiser": cpu_copy(state)}
 
