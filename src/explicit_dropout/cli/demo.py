@@ -59,5 +59,6 @@ def carry_out(planned: Experiment, output: Path, engine: EngineName, device: str
     made = build(store, [(planned, None)])
     show(made)
     written = write_report(made, output / "report")
-    out.print(f"Report: [bold]{escape(str(written[0]))}[/] (and {', '.join(path.name for path in written[1:])})")
+    others = ", ".join(path.name for path in written[1:])
+    out.print(f"Report: [bold]{escape(str(written[0]))}[/] (and {others})", soft_wrap=True)
     return 0

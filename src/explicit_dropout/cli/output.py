@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
 from rich.markup import escape
 
@@ -13,7 +15,14 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def complain(message: str) -> None:
-    console(stderr=True).print(f"[bold red]error:[/] {escape(message)}")
+    """An error, wrapped between words: paths, however long, stay whole."""
+    err = console(stderr=True)
+    lines = (
+        textwrap.fill(line, err.width, break_long_words=False, break_on_hyphens=False)
+        for line in f"error: {message}".splitlines()
+    )
+    text = escape("\n".join(lines).removeprefix("error:"))
+    err.print(f"[bold red]error:[/]{text}", soft_wrap=True)
 
 
 def shape(site: Site) -> str:

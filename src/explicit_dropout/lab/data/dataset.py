@@ -6,6 +6,7 @@ asked for. An index may have any shape: `split.batch(index)` of an index (m, b) 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
@@ -18,7 +19,7 @@ Metric = Literal["accuracy", "mean_average_precision"]
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(ABC):
     """Examples that can be asked for by number.
 
     Args:
@@ -43,9 +44,9 @@ class Split:
         """The first n examples, or all if there are fewer."""
         return self if n >= len(self) else replace(self, labels=self.labels[:n])
 
+    @abstractmethod
     def inputs(self, index: Tensor) -> Tensor:
         """What a model sees: float32 (…, channels, height, width) or (…, tokens, features)."""
-        raise NotImplementedError
 
     def raw(self, index: Tensor) -> Tensor:  # noqa: ARG002
         """The stored bytes of images, uint8."""
