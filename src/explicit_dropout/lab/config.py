@@ -18,6 +18,7 @@ from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hin
 
 from explicit_dropout.errors import InputError
 
+Metric = Literal["accuracy", "mean_average_precision"]
 Augmentation = Literal["none", "crop_flip", "autoaugment"]
 AttentionTreatment = Literal[
     "none", "dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head",

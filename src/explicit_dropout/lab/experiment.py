@@ -13,12 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from explicit_dropout.errors import ExplicitDropoutError, InputError
-from explicit_dropout.lab.config import Run
-
-Metric = Literal["accuracy", "mean_average_precision"]
+from explicit_dropout.lab.config import Metric, Run
 
 
 @dataclass(frozen=True)

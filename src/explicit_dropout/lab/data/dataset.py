@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from explicit_dropout.errors import InputError
-
-Metric = Literal["accuracy", "mean_average_precision"]
+from explicit_dropout.lab.config import Metric
 
 
 @dataclass(frozen=True)

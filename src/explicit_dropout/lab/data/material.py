@@ -15,7 +15,7 @@ from torch import Tensor
 
 from explicit_dropout.errors import DataError, InputError
 from explicit_dropout.lab import config
-from explicit_dropout.lab.data.dataset import Dataset, ImageSplit, Metric, SequenceSplit, Split, WindowSplit
+from explicit_dropout.lab.data.dataset import Dataset, ImageSplit, SequenceSplit, Split, WindowSplit
 from explicit_dropout.lab.data.splits import Integers, choose, noisy
 
 FREE, TRAIN, VALIDATION, TEST = range(4)
@@ -158,7 +158,7 @@ class Material:
     test_share: float = 0.2
     validation_share: float = 0.3
     count_groups: bool = False
-    metric: Metric = "accuracy"
+    metric: config.Metric = "accuracy"
     background: int | None = None
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
-import signal
-import threading
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from typing import Any
 
 import torch
 
 from explicit_dropout.lab.config import Execution, Run
 from explicit_dropout.lab.engines import Event, OnEvent, execute, report
+from explicit_dropout.lab.engines.sharing import share_out
 from explicit_dropout.lab.store import Store
 
 
@@ -34,98 +27,28 @@ class Local:
 
     def __call__(self, runs: Sequence[Run], store: Store, execution: Execution, on_event: OnEvent, /) -> None:
         if self.workers == 0:
-            for run in runs:
-                on_event(Event("started", run))
-                report(run, execute(run.to_json(), str(store.root), execution.to_json()), on_event)
+            OneByOne(store, execution)(runs, on_event)
             return
         gpus = gpus_to_deal(execution.device, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         count = min(len(runs), self.workers or len(gpus) or cores())
         threads = execution.threads or max(1, cores() // max(1, count))
-        written = replace(execution, threads=threads).to_json()
-        pending = deque(runs)
-        pool: dict[Connection, _Worker] = {}
-        try:
-            for index in range(count):
-                worker = _Worker(gpus[index % len(gpus)] if gpus else None)
-                pool[worker.connection] = worker
-            for worker in pool.values():
-                worker.start(pending.popleft(), store, written, on_event)
-            while pool:
-                for ready in wait(list(pool)):
-                    assert isinstance(ready, Connection)
-                    worker = pool[ready]
-                    lives = worker.collect(on_event)
-                    if not (lives and pending):
-                        pool.pop(ready).stop()
-                    if pending:
-                        worker = worker if lives else _Worker(worker.gpu)
-                        pool[worker.connection] = worker
-                        worker.start(pending.popleft(), store, written, on_event)
-        finally:
-            for worker in pool.values():
-                worker.stop()
+        places = [gpus[index % len(gpus)] if gpus else None for index in range(count)]
+        work = OneByOne(Store(store.root.absolute()), replace(execution, threads=threads))
+        share_out([[run] for run in runs], work, places, on_event)
 
 
-class _Worker:
-    """A process that carries out one run after another, and the end of the pipe to it."""
+@dataclass(frozen=True)
+class OneByOne:
+    """Carries out runs, one after the other."""
 
-    def __init__(self, gpu: str | None) -> None:
-        context = mp.get_context("spawn")  # a fork would inherit torch's threads and CUDA in a state it cannot use
-        self.gpu = gpu
-        self.connection, theirs = context.Pipe()
-        self.process: SpawnProcess = context.Process(target=_serve, args=(theirs, gpu), daemon=True)
-        self.process.start()
-        theirs.close()  # so that the pipe ends when the process does
-        self.run: Run | None = None
+    store: Store
+    execution: Execution
 
-    def start(self, run: Run, store: Store, execution: dict[str, Any], on_event: OnEvent) -> None:
-        self.run = run
-        on_event(Event("started", run))
-        with suppress(OSError):  # if it has died already, `collect` will report it
-            self.connection.send((run.to_json(), str(store.root.absolute()), execution))
-
-    def collect(self, on_event: OnEvent) -> bool:
-        """Report how the run ended; False if the process has died of it."""
-        assert self.run is not None
-        try:
-            outcome = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join()
-            code = self.process.exitcode or 0
-            cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-            hint = ": perhaps memory ran out" if code == -signal.SIGKILL else ""
-            on_event(Event("failed", self.run, f"its process died ({cause}){hint}. Sweep again to resume it."))
-            return False
-        report(self.run, outcome, on_event)
-        return True
-
-    def stop(self) -> None:
-        """End the process. Whatever it writes is whole or not there, so it need not be asked politely."""
-        self.process.terminate()
-        self.process.join()
-        self.connection.close()
-
-
-def _serve(connection: Connection, gpu: str | None) -> None:
-    """What a worker process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
-    threading.Thread(target=die_with_parent, daemon=True).start()
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    while True:
-        try:
-            run, root, execution = connection.recv()
-        except EOFError:
-            return
-        connection.send(execute(run, root, execution))
-
-
-def die_with_parent() -> None:
-    """Nobody collects the results of a worker whose parent was killed, and its GPU is wanted elsewhere."""
-    parent = mp.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    def __call__(self, runs: Sequence[Run], on_event: OnEvent, /) -> list[Run]:
+        for run in runs:
+            on_event(Event("started", run))
+            report(run, execute(run.to_json(), str(self.store.root), self.execution.to_json()), on_event)
+        return []
 
 
 def cores() -> int:

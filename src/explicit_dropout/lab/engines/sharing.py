@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.engines import Event, OnEvent
-from explicit_dropout.lab.engines.local import die_with_parent
 
 
 class Work(Protocol):
@@ -111,3 +110,11 @@ def _serve(connection: Connection, work: Work, gpu: str | None) -> None:
         except EOFError:
             return
         connection.send(work([Run.from_json(run) for run in written], connection.send))
+
+
+def die_with_parent() -> None:
+    """Nobody collects the results of a worker whose parent was killed, and its GPU is wanted elsewhere."""
+    parent = mp.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
