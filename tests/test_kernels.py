@@ -296,6 +296,45 @@ def test_the_scores_operators_are_registered_soundly(biases, causal):
         close(a, b, 1e-4)
 
 
+@fused
+@pytest.mark.parametrize("shape", [(3, 20, 2, 8, 12), (5, 33, 3, 16, 40)])
+def test_spreads_and_their_gradients_equal_plain_torch(shape):
+    batch, tokens, heads, width, inputs = shape
+    others = draw((batch, tokens, heads * width), torch.bfloat16, 1)
+    weights = [draw((heads * width, inputs), seed=seed) for seed in (2, 3)]
+    squares = [draw((batch, inputs), seed=seed).square() for seed in (4, 5)]
+    weighting = draw((batch,), seed=6)
+
+    def grams(weight, square):
+        rows = torch.unflatten(weight, 0, (heads, -1))
+        return torch.einsum("hec,bc,hfc->bhef", rows, square, rows)
+
+    def plainly(others, first, square, second, other_square):
+        by_head = torch.unflatten(others, -1, (heads, -1)).transpose(1, 2)
+        one, other = grams(first, square), grams(second, other_square)
+        return (by_head.mT @ by_head * one).sum((1, 2, 3)), (one * other).sum((1, 2, 3))
+
+    def fused(others, first, square, second, other_square):
+        return (
+            kernels.spread(others, first, square, heads),
+            kernels.joint_spread(first, square, second, other_square, heads),
+        )
+
+    found = []
+    for function, dtype in ((fused, None), (plainly, torch.float64)):
+        given = [others, weights[0], squares[0], weights[1], squares[1]]
+        leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in given]
+        results = function(*leaves)
+        loss = sum((energy * weighting).sum() for energy in results)
+        found.append([*(energy.detach() for energy in results), *torch.autograd.grad(loss, leaves)])
+    for mine, other in zip(*found, strict=True):
+        assert (mine.double() - other).norm() < 1e-2 * other.norm()
+    leaf = others.detach().requires_grad_()
+    energy = kernels.spread(leaf, weights[0], squares[0], heads).sum()
+    with pytest.raises(RuntimeError, match="no second derivative in half precision"):
+        torch.autograd.grad(energy, leaf, create_graph=True)
+
+
 # ---------------------------------------------------------------------------------------------- whole models
 
 

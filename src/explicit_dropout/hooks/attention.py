@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
-from explicit_dropout.hooks.calls import only_input, with_input
-from explicit_dropout.hooks.taps import Tap
+from explicit_dropout.functional.batch import coherent_part_needed
+from explicit_dropout.hooks.calls import is_plain_linear, only_input, with_input
+from explicit_dropout.hooks.taps import Tap, by_sample
 from explicit_dropout.kernels.plain import wide
 from explicit_dropout.sites import Attention, Pairs, Projection, Site
 from explicit_dropout.weights import is_sharded
@@ -36,6 +37,29 @@ class AttendedHook:
         call = AttentionCall(self.tap, self.attention, None)
         passed = self.tap.penalise(self.site, lambda: call.attended_passing(self.site, attended))
         self.tap.observed().done.add(self.site.name)
+        return with_input(passed, args, kwargs)
+
+
+class SquaresHook:
+    """Before a query or key projection: the column energies of its input, sample by sample, where kernels take them."""
+
+    def __init__(self, tap: Tap, attention: Attention, roles: list[str]) -> None:
+        self.tap, self.attention, self.roles = tap, attention, roles
+        self.plain = is_plain_linear(getattr(attention, roles[0]).module)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tap, attention = self.tap, self.attention
+        if attention.causal or attention.cross or not tap.watching(module):
+            return None
+        x = only_input(tap.path, args, kwargs)
+        lower = kernels.lowered(x) if self.plain else None
+        half = (lower or x.dtype) != torch.float32
+        if not half or x.ndim != 3 or not kernels.serves(x) or by_sample(tap, x)[1] is not None:
+            return None
+        samples = x.shape[0]
+        passed, columns = kernels.passing(x, lower=lower, by_column=True, samples=samples)
+        for role in self.roles:
+            tap.observed().tensors[f"{role} squares"] = torch.unflatten(columns, 0, (samples, -1)).sum(1)
         return with_input(passed, args, kwargs)
 
 
@@ -151,20 +175,48 @@ class AttentionCall:
         attention, tap = self.attention, self.tap
         everything = pairs.mask is None and pairs.context_mask is None and pairs.allowed is None
         alike = attention.inputs is None and attention.rotary is None and not attention.key_heads
-        one_sided = site.component != "query_key" and not tap.noise.variance
-        if tap.merged_heads or not (everything and alike and one_sided):
+        if tap.merged_heads or not (everything and alike):
             return False
+        mean, variance, both = tap.noise.mean, tap.noise.variance, site.component == "query_key"
         queries = attention.query.of(self._projected("query"))
         keys = attention.key.of(self._projected("key"))
-        if not kernels.serves_scores(queries, keys, attention.heads):
+        if (both and mean) or not kernels.serves_scores(queries, keys, attention.heads):
             return False
-        # Only the side that is dropped enters without its bias.
-        query_bias = attention.query.offset() if site.component == "query" else None
-        key_bias = attention.key.offset() if site.component == "key" else None
-        energies = kernels.scores(queries, keys, query_bias, key_bias, attention.heads, pairs.causal)
-        scaled = 0.5 * tap.noise.mean**2 * attention.score_scale**2
-        tap.add(site, energies, None, self._present(self.x, "query"), None, scaled)
+        parts: list[tuple[float, Tensor]] = []
+        if variance:
+            spreads = self._spreads(site.component, queries, keys, pairs)
+            if spreads is None:
+                return False
+            parts += spreads
+        if coherent_part_needed(tap.noise):
+            # Only the side that is dropped enters without its bias.
+            query_bias = attention.query.offset() if site.component == "query" else None
+            key_bias = attention.key.offset() if site.component == "key" else None
+            energies = kernels.scores(queries, keys, query_bias, key_bias, attention.heads, pairs.causal)
+            parts.append((mean**2, energies))
+        for factor, energies in parts:
+            scaled = 0.5 * factor * attention.score_scale**2
+            tap.add(site, energies, None, self._present(self.x, "query"), None, scaled)
         return True
+
+    def _spreads(
+        self, component: str, queries: Tensor, keys: Tensor, pairs: Pairs
+    ) -> list[tuple[float, Tensor]] | None:
+        """The incoherent energies, each with its factor; None where kernels do not serve."""
+        attention, variance, seen = self.attention, self.tap.noise.variance, self.seen
+        roles = ("query", "key") if component == "query_key" else (component,)
+        squares = {role: seen[f"{role} squares"] for role in roles if f"{role} squares" in seen}
+        if pairs.causal or len(squares) < len(roles) or not kernels.serves_spread(queries, attention.heads):
+            return None
+        sides = {"query": (keys, attention.query), "key": (queries, attention.key)}
+        weights = {role: _whole(sides[role][1])[0] for role in roles}
+        found = [
+            (variance, kernels.spread(sides[role][0], weights[role], squares[role], attention.heads)) for role in roles
+        ]
+        if len(roles) == 2:
+            query, key = ((weights[role], squares[role]) for role in roles)
+            found.append((variance**2, kernels.joint_spread(*query, *key, heads=attention.heads)))
+        return found
 
     def _rotary(self) -> Rotation | None:
         return None if self.attention.rotary is None else self.attention.rotary(self.attention, self.call)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from explicit_dropout.hooks.attention import AttendedHook, AttentionHook
+from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
 from explicit_dropout.hooks.collector import Collector, RootAfter, RootBefore
 from explicit_dropout.hooks.taps import (
     BeginHook,
@@ -93,6 +93,8 @@ class Plan:
             roles = {"query": attention.query, "key": attention.key, "value": attention.value}
             for role, projection in roles.items():
                 self._after(projection.module, SeenHook(tap, role))
+            if tap.noise.variance:
+                self._add_squares(attention, {site.component for site in at_attention}, tap)
         for site in at_attention:
             if site.component != "attended_value":
                 continue
@@ -102,6 +104,15 @@ class Plan:
                 self._before(attention.weights, InputHook(tap, "weights"))
         self._after(attention.module, AttentionHook(tap, attention, at_attention))
         self._after(attention.module, EndHook(tap))
+
+    def _add_squares(self, attention: Attention, components: set[str], tap: Tap) -> None:
+        """Column energies for the scores: at the query and the key projection, or once where they are one layer."""
+        by_module: dict[nn.Module, list[str]] = {}
+        for role, module in (("query", attention.query.module), ("key", attention.key.module)):
+            if components & {role, "query_key"}:
+                by_module.setdefault(module, []).append(role)
+        for module, roles in by_module.items():
+            self._before(module, SquaresHook(tap, attention, roles))
 
     def _before(self, module: nn.Module, hook: Any) -> None:
         self.before.setdefault(module, []).append(hook)
