@@ -49,6 +49,22 @@ def test_the_encoder_for_gtzan_reads_the_last_of_120_tokens() -> None:
     assert not torch.allclose(model(x), model(other), atol=1e-3)
 
 
+def test_a_lowered_residual_stream_has_the_precision_of_the_layers_and_nothing_else_changes() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    seen: dict[str, torch.dtype] = {}
+    outputs = {}
+    for residual in ("float32", "lowered"):
+        torch.manual_seed(0)
+        settings = Model(layers=2, width=16, heads=2, hidden=16, residual=residual)
+        model = Transformer((3, 8, 8), 4, settings, Treatment()).eval()
+        outputs[residual] = model(x)
+        model.blocks[1].register_forward_pre_hook(lambda _, args, name=residual: seen.update({name: args[0].dtype}))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+    assert seen == {"float32": torch.float32, "lowered": torch.bfloat16}
+    assert torch.equal(outputs["float32"], outputs["lowered"])
+
+
 def test_patches_are_squares_of_the_image_row_by_row() -> None:
     image = torch.arange(2 * 4 * 6).reshape(1, 2, 4, 6)
     cut = patches(image, 2)

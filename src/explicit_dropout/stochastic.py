@@ -133,14 +133,14 @@ class AttentionTreatment(nn.Module, ABC):
         return self.training and self.p > 0
 
     @abstractmethod
-    def dropped(self, scores: Tensor) -> Tensor:
-        """A fresh draw of what is dropped, boolean, broadcastable to the scores."""
+    def dropped(self, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+        """A fresh draw of what is dropped, boolean, broadcastable to scores of this shape."""
 
     def weights(self, scores: Tensor) -> Tensor:
         """The weights of scores (*batch, heads, query, key), which may be −inf where a mask forbids a key."""
         if not self.active:
             return scores.softmax(-1)
-        dropped = self.dropped(scores)
+        dropped = self.dropped(scores.shape, scores.device)
         if not self.renormalise:
             return scores.softmax(-1).masked_fill(dropped, 0) / (1 - self.p)
         nothing_left = (dropped | scores.isneginf()).all(-1, keepdim=True)
@@ -159,8 +159,8 @@ class AttentionDropout(AttentionTreatment):
     Vaswani et al. 2017, "Attention Is All You Need". One draw for each sample, head, query and key.
     """
 
-    def dropped(self, scores: Tensor) -> Tensor:
-        return uniform(scores.shape, scores.device) < self.p
+    def dropped(self, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+        return uniform(shape, device) < self.p
 
 
 class DropAttention(AttentionTreatment):
@@ -183,10 +183,10 @@ class DropAttention(AttentionTreatment):
         self.mode, self.span = mode, checks.count("span", span)
         self.renormalise = checks.flag("renormalise", renormalise)
 
-    def dropped(self, scores: Tensor) -> Tensor:
-        *lead, queries, keys = scores.shape
+    def dropped(self, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+        *lead, queries, keys = shape
         rows = queries if self.mode == "element" else 1
-        numbers = uniform((*lead, rows, keys + self.span - 1), scores.device)
+        numbers = uniform((*lead, rows, keys + self.span - 1), device)
         begins = numbers < 1 - math.pow(1 - self.p, 1 / self.span)
         dropped = begins[..., :keys]
         for shift in range(1, self.span):
@@ -206,8 +206,8 @@ class DropKey(AttentionTreatment):
 
     renormalise = True
 
-    def dropped(self, scores: Tensor) -> Tensor:
-        return uniform(scores.shape, scores.device) < self.p
+    def dropped(self, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+        return uniform(shape, device) < self.p
 
 
 class DropHead(AttentionTreatment):
@@ -218,8 +218,8 @@ class DropHead(AttentionTreatment):
     happen to be left, which has no value when none is.
     """
 
-    def dropped(self, scores: Tensor) -> Tensor:
-        return uniform((*scores.shape[:-2], 1, 1), scores.device) < self.p
+    def dropped(self, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+        return uniform((*shape[:-2], 1, 1), device) < self.p
 
 
 # ---------------------------------------------------------------------------------------------- outside attention

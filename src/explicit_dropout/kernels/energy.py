@@ -32,7 +32,7 @@ def _triton() -> Any:
 
 
 @cache
-def _interpreted() -> bool:
+def interpreted() -> bool:
     """Whether Triton interprets its kernels (TRITON_INTERPRET=1), which then serve tensors on the CPU as well."""
     if not HAS_TRITON:
         return False
@@ -43,7 +43,7 @@ def _interpreted() -> bool:
 
 def serves(x: Tensor) -> bool:
     """Whether the kernels can be called with this tensor here and now: in eager code, on a GPU, up to float32."""
-    if torch.compiler.is_compiling() or not (x.is_cuda or (x.device.type == "cpu" and _interpreted())):
+    if torch.compiler.is_compiling() or not (x.is_cuda or (x.device.type == "cpu" and interpreted())):
         return False
     if type(x) not in (Tensor, torch.nn.Parameter) or x.dtype not in DTYPES or not HAS_TRITON:
         return False

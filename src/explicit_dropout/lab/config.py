@@ -132,6 +132,7 @@ class Model(Settings):
         read: the token that the classifier sees: an extra one in front ("class"), the last, or the mean of all.
         norm: LayerNorm before each branch ("pre") or after each sum ("post").
         qkv_bias: whether query, key and value projections have a bias.
+        residual: what the layers add to, in float32 or, lowered, in the precision that they compute in.
     """
 
     layers: int = 7
@@ -142,6 +143,7 @@ class Model(Settings):
     read: Literal["class", "last", "mean"] = "class"
     norm: Literal["pre", "post"] = "pre"
     qkv_bias: bool = True
+    residual: Literal["float32", "lowered"] = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()

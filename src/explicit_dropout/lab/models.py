@@ -21,6 +21,7 @@ from explicit_dropout import sites
 from explicit_dropout.adapters.generic import describe_attention
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab import config
+from explicit_dropout.lab.attention import attention
 from explicit_dropout.stochastic import (
     AttentionDropout,
     AttentionTreatment,
@@ -39,17 +40,17 @@ class Transformer(nn.Module):
     def __init__(self, shape: Sequence[int], classes: int, model: config.Model, treatment: config.Treatment) -> None:
         super().__init__()
         tokens, features = _tokens(shape, model)
-        self.patch, self.read = model.patch, model.read
+        self.patch, self.read, self.lowered = model.patch, model.read, model.residual == "lowered"
         self.embedding = nn.Linear(features, model.width)
         if model.read == "class":
             self.class_token = nn.Parameter(torch.randn(1, 1, model.width) * 0.02)
             tokens += 1
         self.positions = nn.Parameter(torch.randn(1, tokens, model.width) * 0.02)
-        attention = attention_treatments(treatment, model.layers)
+        dropped = attention_treatments(treatment, model.layers)
         paths = rates_over_depth(treatment.drop_path, model.layers, "rising")
         dropout = treatment.rate if treatment.feed_forward == "implicit" else treatment.extra_dropout
         self.blocks = nn.ModuleList(
-            Block(model, layer_treatment, dropout, path) for layer_treatment, path in zip(attention, paths, strict=True)
+            Block(model, layer_treatment, dropout, path) for layer_treatment, path in zip(dropped, paths, strict=True)
         )
         self.norm = nn.LayerNorm(model.width)
         self.head = nn.Linear(model.width, classes)
@@ -58,7 +59,7 @@ class Transformer(nn.Module):
         x = self.embedding(x if self.patch is None else patches(x, self.patch))
         if self.read == "class":
             x = torch.cat([self.class_token.expand(len(x), -1, -1).to(x.dtype), x], 1)
-        x = x + self.positions
+        x = x + (self.positions.to(x.dtype) if self.lowered else self.positions)
         for block in self.blocks:
             x = block(x)
         match self.read:
@@ -102,14 +103,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
-        if self.treatment is not None and self.treatment.active:
-            attended = self.treatment.weights(q @ k.mT * q.shape[-1] ** -0.5).to(v.dtype) @ v
-        else:
-            attended = F.scaled_dot_product_attention(q, k, v)
-        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        return self.out(attention(q, k, v, self.heads, self.treatment))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):

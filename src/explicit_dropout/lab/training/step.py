@@ -70,7 +70,7 @@ class Step:
         if self.training.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip)
         self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=not self.graphed)
+        self.optimiser.zero_grad(set_to_none=True)  # a graph makes its gradients anew, too, in memory of its own
         self._add(task, penalty, metrics.hits(logits, y))
 
     @torch.no_grad()
@@ -130,7 +130,7 @@ class Step:
                 self._train(*self._static)
         torch.cuda.current_stream(self.device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=side):  # the stream that nodes kept from the warm-up know
             self._train(*self._static)
         with torch.no_grad():
             for name, tensor in self.model.state_dict().items():
@@ -139,9 +139,6 @@ class Step:
                 for name, tensor in self.optimiser.state[parameter].items():
                     before = moments.get(number, {}).get(name)
                     tensor.zero_() if before is None else tensor.copy_(before)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
         if self.sums is not None:
             self.sums.zero_()
         torch.cuda.set_rng_state(random, self.device)
