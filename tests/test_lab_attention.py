@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from explicit_dropout.kernels.energy import HAS_TRITON, interpreted
-from explicit_dropout.lab.attention import attention, short_attention
+from explicit_dropout.lab.attention import attention, bits, short_attention
 from explicit_dropout.stochastic import AttentionDropout, AttentionTreatment, DropAttention, DropHead, DropKey
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -13,7 +13,16 @@ HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # Triton'
 kernels = pytest.mark.skipif(
     not HAS_TRITON or not (torch.cuda.is_available() or interpreted()), reason="needs Triton and a GPU"
 )
-SHAPES = [(3, 65, 4, 32), (2, 64, 3, 16), (2, 7, 2, 24), (1, 120, 2, 12), (2, 128, 1, 64), (2, 1, 2, 8), (0, 9, 2, 16)]
+SHAPES = [
+    (3, 65, 4, 32),
+    (2, 64, 3, 16),
+    (2, 7, 2, 24),
+    (1, 120, 2, 12),
+    (2, 128, 1, 64),
+    (2, 1, 2, 8),
+    (2, 17, 2, 16),
+    (0, 9, 2, 16),
+]
 TREATMENTS = [
     None, AttentionDropout(0.3), DropKey(0.4), DropKey(0.99), DropAttention(0.3, mode="column", span=2), DropHead(0.5),
 ]  # fmt: skip
@@ -81,7 +90,7 @@ def test_the_same_bits_every_time_and_any_layout():
 @pytest.mark.parametrize("treatment", [None, DropKey(0.3), DropHead(0.5)], ids=repr)
 def test_the_operator_is_registered_soundly(treatment):
     q, k, v, _ = sides((2, 20, 2, 16))
-    dropped = None if treatment is None else treatment.dropped((2, 2, 20, 20), DEVICE)
+    dropped = None if treatment is None else bits(treatment.dropped((2, 2, 20, 20), DEVICE), 20)
     settings = (2, dropped, treatment is not None and treatment.renormalise, 0.3)
     torch.library.opcheck(short_attention, (*(x.requires_grad_() for x in (q, k, v)), *settings))
 
@@ -100,3 +109,15 @@ def test_in_float64_on_a_cpu_it_is_the_formula(treatment):
     dropped = None if treatment is None else treatment.dropped((2, 3, 9, 9))
     torch.manual_seed(1)
     assert_close(attention(q, k, v, 3, treatment), exact(q, k, v, 3, treatment, dropped))
+
+
+@pytest.mark.parametrize("keys", [1, 31, 32, 33, 65, 128])
+def test_bits_are_those_of_the_mask(keys):
+    dropped = torch.rand(3, 2, keys) < 0.5
+    words = bits(dropped, keys)
+    assert words.dtype == torch.int32
+    assert words.shape == (3, 2, -(-keys // 32))
+    key = torch.arange(keys)
+    assert torch.equal(((words[..., key // 32] >> (key % 32)) & 1).bool(), dropped)
+    whole = torch.tensor([[True], [False]])
+    assert torch.equal(bits(whole, keys), bits(whole.expand(2, keys), keys))

@@ -24,8 +24,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, treatment: AttentionT
     """What each query attends to, (sample, token, heads · width) like queries, keys and values."""
     active = treatment if treatment is not None and treatment.active else None
     if _serves(q, heads):
-        dropped = None if active is None else active.dropped((len(q), heads, q.shape[1], q.shape[1]), q.device)
-        renormalise, rate = (False, 0.0) if active is None else (active.renormalise, active.p)
+        tokens, dropped, renormalise, rate = q.shape[1], None, False, 0.0
+        if active is not None:
+            dropped = bits(active.dropped((len(q), heads, tokens, tokens), q.device), tokens)
+            renormalise, rate = active.renormalise, active.p
         return cast("Tensor", torch.ops.explicit_dropout.short_attention(q, k, v, heads, dropped, renormalise, rate))
     q, k, v = (x.view(*x.shape[:-1], heads, -1).transpose(1, 2) for x in (q, k, v))
     if active is None:
@@ -33,6 +35,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, treatment: AttentionT
     else:
         attended = active.weights(q @ k.mT * q.shape[-1] ** -0.5).to(v.dtype) @ v
     return attended.transpose(1, 2).flatten(2)
+
+
+def bits(dropped: Tensor, keys: int) -> Tensor:
+    """A boolean mask (*batch, key) as bits of int32 words (*batch, word), the first key in the lowest."""
+    words = -(-keys // 32)
+    padded = F.pad(dropped.expand(*dropped.shape[:-1], keys), (0, 32 * words - keys))
+    places = torch.arange(32, dtype=torch.int32, device=dropped.device)
+    split = padded.view(*dropped.shape[:-1], words, 32).to(torch.int32)
+    return (split << places).sum(-1, dtype=torch.int32)
 
 
 def _serves(q: Tensor, heads: int) -> bool:
@@ -57,7 +68,7 @@ def _triton() -> Any:
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, heads: int, dropped: Tensor | None, renormalise: bool, rate: float
 ) -> Tensor:
-    """Attention over few tokens; `dropped` is boolean and broadcastable to (sample, head, query, key)."""
+    """Attention over few tokens; `dropped`: bits of keys, broadcastable to (sample, head, query, word)."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     return cast("Tensor", _triton().attend(q, k, v, heads, dropped, renormalise, rate))
 

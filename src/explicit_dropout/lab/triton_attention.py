@@ -1,10 +1,10 @@
 """Triton: attention over few tokens. One program has all of a head of a sample, forward and backward.
 
 Kernels for long sequences walk over tiles and keep what they need to put them together. Of 65 tokens they waste most of
-each tile, and half of the time of a small ViT's step. Here all weights of a head are in registers: nothing is kept for
-the backward pass but queries, keys and values, no sum is shared by programs, and dropped keys cost one look at a mask.
+each tile, and a third of the time of a small ViT's step. Here all weights of a head are in registers: nothing is kept
+for the backward pass but queries, keys and values, no sum is shared by programs, and dropped keys are bits.
 
-Tokens are cut into two pieces of 2ⁿ tokens, 65 into 64 and 16 (of which one is there), since tiles are of such sizes.
+Tiles have 2ⁿ tokens. A ViT has one more, the class token: it is kept beside the tile, as vectors.
 """
 
 from __future__ import annotations
@@ -18,209 +18,226 @@ from torch import Tensor
 
 RENORMALISED, RESCALED = 1, 2
 """What becomes of the weights that are left when others are dropped."""
+LOG2E = tl.constexpr(1.4426950408889634)
 SMALLEST = 16
 """Tokens or features in a tile: less than this the GPU does not multiply."""
 
 
 @triton.jit
-def _load(tensor, first, tokens, stride, width, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    token, feature = first + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
+def _load(tensor, tokens, stride, width, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    token, feature = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     there = (token < tokens)[:, None] & (feature < width)[None, :]
     return tl.load(tensor + token[:, None] * stride + feature[None, :], there, 0.0)
 
 
 @triton.jit
-def _store(tensor, values, first, tokens, stride, width, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    token, feature = first + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
+def _store(tensor, values, tokens, stride, width, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    token, feature = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     there = (token < tokens)[:, None] & (feature < width)[None, :]
     tl.store(tensor + token[:, None] * stride + feature[None, :], values.to(tensor.dtype.element_ty), there)
 
 
 @triton.jit
-def _scores(q, k, first, tokens, scale, KEYS: tl.constexpr):
-    """Scores in units of log₂, −inf where there is no key."""
-    scores = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
-    return tl.where((first + tl.arange(0, KEYS) < tokens)[None, :], scores, -float("inf"))
+def _load_one(tensor, token, stride, width, WIDTH: tl.constexpr):
+    feature = tl.arange(0, WIDTH)
+    return tl.load(tensor + token * stride + feature, feature < width, 0.0).to(tl.float32)
 
 
 @triton.jit
-def _dropped(mask, row, column, tokens, mask_query, mask_key, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    query, key = row + tl.arange(0, ROWS), column + tl.arange(0, KEYS)
-    there = (query < tokens)[:, None] & (key < tokens)[None, :]
-    return tl.load(mask + query[:, None] * mask_query + key[None, :] * mask_key, there, 0) != 0
+def _store_one(tensor, values, token, stride, width, WIDTH: tl.constexpr):
+    feature = tl.arange(0, WIDTH)
+    tl.store(tensor + token * stride + feature, values.to(tensor.dtype.element_ty), feature < width)
+
+
+@triton.jit
+def _gone(mask, query, there, mask_query, TOKENS: tl.constexpr):
+    """Which keys of the tile these queries have lost: bits of a few words."""
+    key = tl.arange(0, TOKENS)
+    gone = tl.zeros((TOKENS, TOKENS), tl.int32)
+    for number in tl.static_range((TOKENS + 31) // 32):
+        word = tl.load(mask + query * mask_query + number, there, 0)
+        bit = (word[:, None] >> (key & 31)[None, :]) & 1
+        gone = tl.where((key // 32 == number)[None, :], bit, gone)
+    return gone != 0
 
 
 @triton.jit
 def _weights(
-    q, k1, k2, mask, row, tokens, mask_query, mask_key, scale, factor,
-    MASK: tl.constexpr, ROWS: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr,
+    q, k, k_extra, mask, tokens, mask_query, scale, factor,
+    MASK: tl.constexpr, EXTRA: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Softmax weights of some queries over both pieces of keys, and what each is multiplied by (rescaled only)."""
-    s1 = _scores(q, k1, 0, tokens, scale, BIG)
-    s2 = s1
-    if SMALL:
-        s2 = _scores(q, k2, BIG, tokens, scale, SMALL)
-    kept1, kept2 = s1, s2
+    """Softmax weights of the tile's queries over its keys and the extra one; if rescaled, also what by."""
+    query, key = tl.arange(0, TOKENS), tl.arange(0, TOKENS)
+    s = tl.dot(q, tl.trans(k)) * (scale * LOG2E)
+    s = tl.where((key < tokens)[None, :], s, -float("inf"))
+    x = tl.sum(q.to(tl.float32) * k_extra[None, :], 1) * (scale * LOG2E)
+    kept, kept_x = s, x
     if MASK:
-        gone1 = _dropped(mask, row, 0, tokens, mask_query, mask_key, ROWS, BIG)
-        gone2 = gone1
-        if SMALL:
-            gone2 = _dropped(mask, row, BIG, tokens, mask_query, mask_key, ROWS, SMALL)
+        gone = _gone(mask, query, query < tokens, mask_query, TOKENS)
+        left = tokens - tl.sum(gone.to(tl.int32), 1)
+        gone_x = left > 0
+        if EXTRA:
+            gone_x = (tl.load(mask + query * mask_query + TOKENS // 32) >> TOKENS % 32) & 1 != 0
+            left -= gone_x.to(tl.int32)
         if MASK == 1:
-            left = tokens - tl.sum(gone1.to(tl.int32), 1)
-            if SMALL:
-                left -= tl.sum(gone2.to(tl.int32), 1)
-            s1 = tl.where(gone1 & (left > 0)[:, None], -float("inf"), s1)
-            if SMALL:
-                s2 = tl.where(gone2 & (left > 0)[:, None], -float("inf"), s2)
+            s = tl.where(gone & (left > 0)[:, None], -float("inf"), s)
+            x = tl.where(gone_x & (left > 0), -float("inf"), x)
         else:
-            kept1, kept2 = tl.where(gone1, 0.0, factor), tl.where(gone2, 0.0, factor)
-    highest = tl.max(s1, 1)
-    if SMALL:
-        highest = tl.maximum(highest, tl.max(s2, 1))
-    p1 = tl.exp2(s1 - highest[:, None])
-    p2, total = p1, tl.sum(p1, 1)
-    if SMALL:
-        p2 = tl.exp2(s2 - highest[:, None])
-        total += tl.sum(p2, 1)
-    return p1 / total[:, None], p2 / total[:, None], kept1, kept2
+            kept, kept_x = tl.where(gone, 0.0, factor), tl.where(gone_x, 0.0, factor)
+    highest = tl.max(s, 1)
+    if EXTRA:
+        highest = tl.maximum(highest, x)
+    p, p_x = tl.exp2(s - highest[:, None]), tl.exp2(x - highest)
+    total = tl.sum(p, 1)
+    if EXTRA:
+        total += p_x
+    return p / total[:, None], p_x / total, kept, kept_x
 
 
 @triton.jit
-def _attend(
-    query, out, k1, k2, v1, v2, mask, row, tokens, stride, width, mask_query, mask_key, scale, factor,
-    MASK: tl.constexpr, ROWS: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    q = _load(query, row, tokens, stride, width, ROWS, WIDTH)
-    p1, p2, kept1, kept2 = _weights(
-        q, k1, k2, mask, row, tokens, mask_query, mask_key, scale, factor, MASK, ROWS, BIG, SMALL
-    )
-    if MASK == 2:
-        p1, p2 = p1 * kept1, p2 * kept2
-    attended = tl.dot(p1.to(q.dtype), v1)
-    if SMALL:
-        attended += tl.dot(p2.to(q.dtype), v2)
-    _store(out, attended, row, tokens, stride, width, ROWS, WIDTH)
+def _weights_of_extra(
+    q_extra, k, k_extra, mask, tokens, mask_query, scale, factor, MASK: tl.constexpr, TOKENS: tl.constexpr
+):
+    """The same for the extra query: over the tile's keys, and over its own."""
+    key = tl.arange(0, TOKENS)
+    s = tl.sum(k.to(tl.float32) * q_extra[None, :], 1) * (scale * LOG2E)
+    x = tl.sum(q_extra * k_extra, 0) * (scale * LOG2E)
+    kept, kept_x = s, x
+    if MASK:
+        row = mask + TOKENS * mask_query
+        gone = (tl.load(row + key // 32) >> (key & 31)) & 1 != 0
+        gone_x = (tl.load(row + TOKENS // 32) >> TOKENS % 32) & 1 != 0
+        if MASK == 1:
+            left = tokens - tl.sum(gone.to(tl.int32), 0) - gone_x.to(tl.int32)
+            s = tl.where(gone & (left > 0), -float("inf"), s)
+            x = tl.where(gone_x & (left > 0), -float("inf"), x)
+        else:
+            kept, kept_x = tl.where(gone, 0.0, factor), tl.where(gone_x, 0.0, factor)
+    highest = tl.maximum(tl.max(s, 0), x)
+    p, p_x = tl.exp2(s - highest), tl.exp2(x - highest)
+    total = tl.sum(p, 0) + p_x
+    return p / total, p_x / total, kept, kept_x
 
 
 @triton.jit
 def _forward(
     query, key, value, mask, out,
-    tokens, heads, width, stride, mask_sample, mask_head, mask_query, mask_key, scale, factor,
-    MASK: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, WIDTH: tl.constexpr,
+    tokens, heads, width, stride, mask_sample, mask_head, mask_query, scale, factor,
+    MASK: tl.constexpr, EXTRA: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     place = sample * tokens * stride + head * width
     query, key, value, out = query + place, key + place, value + place, out + place
     mask += sample * mask_sample + head * mask_head
-    k1, v1 = _load(key, 0, tokens, stride, width, BIG, WIDTH), _load(value, 0, tokens, stride, width, BIG, WIDTH)
-    k2, v2 = k1, v1
-    if SMALL:
-        k2 = _load(key, BIG, tokens, stride, width, SMALL, WIDTH)
-        v2 = _load(value, BIG, tokens, stride, width, SMALL, WIDTH)
-    _attend(
-        query, out, k1, k2, v1, v2, mask, 0, tokens, stride, width, mask_query, mask_key, scale, factor,
-        MASK, BIG, BIG, SMALL, WIDTH,
-    )  # fmt: skip
-    if SMALL:
-        _attend(
-            query, out, k1, k2, v1, v2, mask, BIG, tokens, stride, width, mask_query, mask_key, scale, factor,
-            MASK, SMALL, BIG, SMALL, WIDTH,
-        )  # fmt: skip
-
-
-@triton.jit
-def _differentiate(
-    query, gradient, query_result, k1, k2, v1, v2, mask,
-    row, tokens, stride, width, mask_query, mask_key, scale, factor,
-    MASK: tl.constexpr, ROWS: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """What some queries add to the gradients of both pieces of keys and values; their own gradient is stored."""
-    q = _load(query, row, tokens, stride, width, ROWS, WIDTH)
-    do = _load(gradient, row, tokens, stride, width, ROWS, WIDTH)
-    p1, p2, kept1, kept2 = _weights(
-        q, k1, k2, mask, row, tokens, mask_query, mask_key, scale, factor, MASK, ROWS, BIG, SMALL
-    )
-    dp1 = tl.dot(do, tl.trans(v1))
-    used1, used2, dp2 = p1, p2, dp1
+    q = _load(query, tokens, stride, width, TOKENS, WIDTH)
+    k = _load(key, tokens, stride, width, TOKENS, WIDTH)
+    v = _load(value, tokens, stride, width, TOKENS, WIDTH)
+    k_extra = tl.zeros((WIDTH,), tl.float32)
+    v_extra = k_extra
+    if EXTRA:
+        k_extra = _load_one(key, TOKENS, stride, width, WIDTH)
+        v_extra = _load_one(value, TOKENS, stride, width, WIDTH)
+    p, p_x, kept, kept_x = _weights(q, k, k_extra, mask, tokens, mask_query, scale, factor, MASK, EXTRA, TOKENS)
     if MASK == 2:
-        used1, dp1 = p1 * kept1, dp1 * kept1
-    mean = tl.sum(p1 * dp1, 1)
-    if SMALL:
-        dp2 = tl.dot(do, tl.trans(v2))
+        p, p_x = p * kept, p_x * kept_x
+    attended = tl.dot(p.to(q.dtype), v)
+    if EXTRA:
+        attended += p_x[:, None] * v_extra[None, :]
+        q_extra = _load_one(query, TOKENS, stride, width, WIDTH)
+        r, r_x, kept_r, kept_r_x = _weights_of_extra(
+            q_extra, k, k_extra, mask, tokens, mask_query, scale, factor, MASK, TOKENS
+        )
         if MASK == 2:
-            used2, dp2 = p2 * kept2, dp2 * kept2
-        mean += tl.sum(p2 * dp2, 1)
-    ds1 = (p1 * (dp1 - mean[:, None]) * scale).to(q.dtype)
-    dq = tl.dot(ds1, k1)
-    dk1, dv1 = tl.dot(tl.trans(ds1), q), tl.dot(tl.trans(used1.to(q.dtype)), do)
-    dk2, dv2 = dk1, dv1
-    if SMALL:
-        ds2 = (p2 * (dp2 - mean[:, None]) * scale).to(q.dtype)
-        dq += tl.dot(ds2, k2)
-        dk2, dv2 = tl.dot(tl.trans(ds2), q), tl.dot(tl.trans(used2.to(q.dtype)), do)
-    _store(query_result, dq, row, tokens, stride, width, ROWS, WIDTH)
-    return dk1, dv1, dk2, dv2
+            r, r_x = r * kept_r, r_x * kept_r_x
+        _store_one(out, tl.sum(r[:, None] * v.to(tl.float32), 0) + r_x * v_extra, TOKENS, stride, width, WIDTH)
+    _store(out, attended, tokens, stride, width, TOKENS, WIDTH)
 
 
 @triton.jit
 def _backward(
     query, key, value, mask, gradient, query_result, key_result, value_result,
-    tokens, heads, width, stride, mask_sample, mask_head, mask_query, mask_key, scale, factor,
-    MASK: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, WIDTH: tl.constexpr,
+    tokens, heads, width, stride, mask_sample, mask_head, mask_query, scale, factor,
+    MASK: tl.constexpr, EXTRA: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     place = sample * tokens * stride + head * width
     query, key, value, gradient = query + place, key + place, value + place, gradient + place
     query_result, key_result, value_result = query_result + place, key_result + place, value_result + place
     mask += sample * mask_sample + head * mask_head
-    k1, v1 = _load(key, 0, tokens, stride, width, BIG, WIDTH), _load(value, 0, tokens, stride, width, BIG, WIDTH)
-    k2, v2 = k1, v1
-    if SMALL:
-        k2 = _load(key, BIG, tokens, stride, width, SMALL, WIDTH)
-        v2 = _load(value, BIG, tokens, stride, width, SMALL, WIDTH)
-    dk1, dv1, dk2, dv2 = _differentiate(
-        query, gradient, query_result, k1, k2, v1, v2, mask,
-        0, tokens, stride, width, mask_query, mask_key, scale, factor, MASK, BIG, BIG, SMALL, WIDTH,
-    )  # fmt: skip
-    if SMALL:
-        more_k1, more_v1, more_k2, more_v2 = _differentiate(
-            query, gradient, query_result, k1, k2, v1, v2, mask,
-            BIG, tokens, stride, width, mask_query, mask_key, scale, factor, MASK, SMALL, BIG, SMALL, WIDTH,
-        )  # fmt: skip
-        dk1, dv1, dk2, dv2 = dk1 + more_k1, dv1 + more_v1, dk2 + more_k2, dv2 + more_v2
-        _store(key_result, dk2, BIG, tokens, stride, width, SMALL, WIDTH)
-        _store(value_result, dv2, BIG, tokens, stride, width, SMALL, WIDTH)
-    _store(key_result, dk1, 0, tokens, stride, width, BIG, WIDTH)
-    _store(value_result, dv1, 0, tokens, stride, width, BIG, WIDTH)
+    q = _load(query, tokens, stride, width, TOKENS, WIDTH)
+    k = _load(key, tokens, stride, width, TOKENS, WIDTH)
+    v = _load(value, tokens, stride, width, TOKENS, WIDTH)
+    do = _load(gradient, tokens, stride, width, TOKENS, WIDTH)
+    k_extra = tl.zeros((WIDTH,), tl.float32)
+    v_extra = k_extra
+    if EXTRA:
+        k_extra = _load_one(key, TOKENS, stride, width, WIDTH)
+        v_extra = _load_one(value, TOKENS, stride, width, WIDTH)
+    p, p_x, kept, kept_x = _weights(q, k, k_extra, mask, tokens, mask_query, scale, factor, MASK, EXTRA, TOKENS)
+    dp = tl.dot(do, tl.trans(v))
+    dp_x = tl.sum(do.to(tl.float32) * v_extra[None, :], 1)
+    used, used_x = p, p_x
+    if MASK == 2:
+        used, dp, used_x, dp_x = p * kept, dp * kept, p_x * kept_x, dp_x * kept_x
+    mean = tl.sum(p * dp, 1)
+    if EXTRA:
+        mean += p_x * dp_x
+    ds = (p * (dp - mean[:, None]) * scale).to(q.dtype)
+    dq, dk, dv = tl.dot(ds, k), tl.dot(tl.trans(ds), q), tl.dot(tl.trans(used.to(q.dtype)), do)
+    if EXTRA:
+        ds_x = p_x * (dp_x - mean) * scale
+        dq += ds_x[:, None] * k_extra[None, :]
+        q_extra = _load_one(query, TOKENS, stride, width, WIDTH)
+        do_extra = _load_one(gradient, TOKENS, stride, width, WIDTH)
+        r, r_x, kept_r, kept_r_x = _weights_of_extra(
+            q_extra, k, k_extra, mask, tokens, mask_query, scale, factor, MASK, TOKENS
+        )
+        dr, dr_x = tl.sum(v.to(tl.float32) * do_extra[None, :], 1), tl.sum(v_extra * do_extra, 0)
+        used_r, used_r_x = r, r_x
+        if MASK == 2:
+            used_r, dr, used_r_x, dr_x = r * kept_r, dr * kept_r, r_x * kept_r_x, dr_x * kept_r_x
+        mean_r = tl.sum(r * dr, 0) + r_x * dr_x
+        es, es_x = r * (dr - mean_r) * scale, r_x * (dr_x - mean_r) * scale
+        dk += es[:, None] * q_extra[None, :]
+        dv += used_r[:, None] * do_extra[None, :]
+        dq_extra = tl.sum(es[:, None] * k.to(tl.float32), 0) + es_x * k_extra
+        dk_extra = tl.sum(ds_x[:, None] * q.to(tl.float32), 0) + es_x * q_extra
+        dv_extra = tl.sum(used_x[:, None] * do.to(tl.float32), 0) + used_r_x * do_extra
+        _store_one(query_result, dq_extra, TOKENS, stride, width, WIDTH)
+        _store_one(key_result, dk_extra, TOKENS, stride, width, WIDTH)
+        _store_one(value_result, dv_extra, TOKENS, stride, width, WIDTH)
+    _store(query_result, dq, tokens, stride, width, TOKENS, WIDTH)
+    _store(key_result, dk, tokens, stride, width, TOKENS, WIDTH)
+    _store(value_result, dv, tokens, stride, width, TOKENS, WIDTH)
 
 
-def pieces(tokens: int) -> tuple[int, int]:
-    """The two powers of two that tokens are cut into; the second is 0 where one will do."""
-    big = max(SMALLEST, 1 << (tokens.bit_length() - 1))
-    rest = tokens - big
-    return big, 0 if rest <= 0 else max(SMALLEST, triton.next_power_of_2(rest))
+def tile(tokens: int) -> tuple[bool, int]:
+    """Whether one token is kept beside the tile, and the tokens of the tile."""
+    extra = tokens > SMALLEST and (tokens - 1) & (tokens - 2) == 0
+    return extra, max(SMALLEST, triton.next_power_of_2(tokens - extra))
 
 
 def _settings(q: Tensor, heads: int, dropped: Tensor | None, renormalise: bool, rate: float) -> tuple[object, ...]:
     """What both kernels are told after their tensors."""
     tokens, features = q.shape[1:]
     width = features // heads
-    strides = (0, 0, 0, 0) if dropped is None else dropped.expand(len(q), heads, tokens, tokens).stride()
+    strides = (0, 0, 0) if dropped is None else dropped.expand(len(q), heads, tokens, -1).stride()[:3]
     mask = 0 if dropped is None else RENORMALISED if renormalise else RESCALED
     numbers = (tokens, heads, width, features, *strides, width**-0.5, 1 / (1 - rate))
-    return *numbers, mask, *pieces(tokens), max(SMALLEST, triton.next_power_of_2(width))
+    return *numbers, mask, *tile(tokens), max(SMALLEST, triton.next_power_of_2(width))
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, heads: int, dropped: Tensor | None, renormalise: bool, rate: float
 ) -> Tensor:
-    """softmax(q kᵀ / √width) v for every head; all (sample, token, heads · width) and contiguous."""
+    """softmax(q kᵀ / √width) v for every head; all (sample, token, heads · width) and contiguous.
+
+    Which keys are dropped: bits of int32 words, (sample, head, query or 1, word).
+    """
     out = torch.empty_like(q)
-    mask = q if dropped is None else dropped.view(torch.uint8)
     if q.numel():
         settings = _settings(q, heads, dropped, renormalise, rate)
-        _forward[(len(q) * heads,)](q, k, v, mask, out, *settings, num_warps=4)
+        _forward[(len(q) * heads,)](q, k, v, q if dropped is None else dropped, out, *settings, num_warps=4)
     return out
 
 
@@ -229,8 +246,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values, given that of what is attended."""
     results = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    mask = q if dropped is None else dropped.view(torch.uint8)
     if q.numel():
         settings = _settings(q, heads, dropped, renormalise, rate)
-        _backward[(len(q) * heads,)](q, k, v, mask, out, *results, *settings, num_warps=4)
+        _backward[(len(q) * heads,)](q, k, v, q if dropped is None else dropped, out, *results, *settings, num_warps=4)
     return results

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from explicit_dropout.errors import InputError
-from explicit_dropout.lab.config import Augmentation, Run
+from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.data import ImageSplit, Split
-from explicit_dropout.lab.data.augment import apply, draw
+from explicit_dropout.lab.data.augment import augment
 from explicit_dropout.lab.training.randomness import generator
 
 CHUNK = 8192
@@ -25,12 +24,10 @@ def steps_per_epoch(run: Run, split: Split) -> int:
     return len(split) // run.training.batch
 
 
-def batches(
-    run: Run, split: Split, epoch: int, *, rank: int = 0, ranks: int = 1, compiled: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(run: Run, split: Split, epoch: int, *, rank: int = 0, ranks: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of every step of an epoch, in the order that the seed gives.
 
-    Of several processes each gets its share of every batch. `compiled` says how images are augmented.
+    Of several processes each gets its share of every batch.
     """
     steps, size, device = steps_per_epoch(run, split), run.training.batch, split.device
     order = torch.randperm(len(split), generator=generator(run.seed, epoch, "order"))[: steps * size]
@@ -43,15 +40,8 @@ def batches(
         raise InputError("data.augmentation", f"none: {run.data.name} has no images", repr(run.data.augmentation))
     random = generator(run.seed, epoch, "augment", device, rank)
     together = max(CHUNK // share.shape[1], 1)
-    change = _compiled() if compiled else apply
     for chunk in torch.split(share, together):
         flat = chunk.flatten()
-        images = change(split.raw(flat), run.data.augmentation, draw(len(flat), run.data.augmentation, random, device))
+        images = augment(split.raw(flat), run.data.augmentation, random)
         inputs = torch.split(split.normalise(images), share.shape[1])
         yield from zip(inputs, torch.split(split.targets(flat), share.shape[1]), strict=True)
-
-
-@cache
-def _compiled() -> Callable[[Tensor, Augmentation, Tensor], Tensor]:
-    """Once for all epochs; for chunks of each size, since the last one is smaller."""
-    return torch.compile(apply, dynamic=False)
