@@ -1,7 +1,8 @@
 """The kernels equal plain torch, in value and gradient, and are the same bits every time.
 
-On a GPU they run as they are. Without one they need Triton to interpret its kernels (TRITON_INTERPRET=1), and otherwise
-only the operators that compiled code sees are tested, in their plain form.
+On a GPU they run as they are. Without one, energies are those that a CPU has, and scores need Triton to interpret its
+kernels (TRITON_INTERPRET=1, and energies are Triton's then); otherwise only the operators that compiled code sees are
+tested of them, in their plain form.
 """
 
 import pytest
@@ -10,12 +11,12 @@ from torch.testing import assert_close
 
 import explicit_dropout as xd
 from explicit_dropout import kernels
-from explicit_dropout.kernels import plain
+from explicit_dropout.kernels import plain, torch_energy
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's, of activations
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 fused = pytest.mark.skipif(
-    not kernels.serves(torch.zeros(1, device=DEVICE)), reason="no GPU, and Triton does not interpret its kernels"
+    not kernels.by_triton(torch.zeros(1, device=DEVICE)), reason="no GPU, and Triton does not interpret its kernels"
 )
 SHAPES = [(3, 5, 7), (2, 70, 300), (0, 4, 8), (4, 0, 8), (129, 130), (1, 1, 1), (5, 1024)]
 if DEVICE == "cuda":
@@ -86,7 +87,6 @@ CHOICES = [
 """Every option with and without every other one, without compiling all of their combinations."""
 
 
-@fused
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "+".join(sorted(choices)) or "plain")
 def test_energies_and_their_gradients_equal_plain_torch(choices, dtype):
@@ -96,14 +96,19 @@ def test_energies_and_their_gradients_equal_plain_torch(choices, dtype):
             compare(shape, dtype, **flags, lowered=False)
 
 
-@fused
+@pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "+".join(sorted(choices)) or "plain")
+def test_a_tensor_of_many_blocks_has_the_same_energies(choices, monkeypatch):
+    monkeypatch.setattr(torch_energy, "BLOCK_ELEMENTS", 64)
+    flags = {name: name in choices for name in ("biased", "masked", "by_column", "sliced")}
+    compare((3, 5, 7), torch.float32, **flags, lowered=False)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_tensor_lowered_on_its_way_is_the_one_that_autocast_makes(masked):
     for shape in SHAPES:
         compare(shape, torch.float32, biased=False, masked=masked, by_column=True, sliced=False, lowered=True)
 
 
-@fused
 def test_the_weight_that_a_tensor_passes_to_has_its_columns_summed_as_well():
     x, weight = draw((3, 50, 40), torch.bfloat16).requires_grad_(), draw((30, 40), seed=2)
     for layer in (weight, weight.mT.contiguous().mT):  # as nn.Linear and as the Conv1D of GPT-2 keep theirs
@@ -121,7 +126,6 @@ def test_the_weight_that_a_tensor_passes_to_has_its_columns_summed_as_well():
         close(*(torch.autograd.grad(value, leaf)[0] for value in (again, other.square().sum())), 1e-4)
 
 
-@fused
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "strided", "swapped"])
 def test_any_layout_of_memory_will_do(layout):
     base = draw((24, 70, 40))
@@ -140,7 +144,6 @@ def test_any_layout_of_memory_will_do(layout):
         close(energy.detach(), plainly(x, bias, by_column)[1].float(), 1e-5)
 
 
-@fused
 def test_nothing_of_a_row_that_does_not_count_is_seen():
     x, mask = draw((4, 9, 20)), torch.rand(4, 9, device=DEVICE) < 0.5
     x[~mask] = torch.nan
@@ -151,7 +154,6 @@ def test_nothing_of_a_row_that_does_not_count_is_seen():
     assert gradient.isfinite().all()
 
 
-@fused
 def test_the_same_bits_every_time():
     x, bias = draw((40, 197, 768) if DEVICE == "cuda" else (4, 30, 70), torch.bfloat16), None
     results = []
@@ -163,7 +165,6 @@ def test_the_same_bits_every_time():
         assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
 
 
-@fused
 @pytest.mark.parametrize("by_column", [False, True])
 def test_second_derivatives_are_right(by_column):
     x, bias = draw((70, 30)).requires_grad_(), draw((4,), seed=2).requires_grad_()
@@ -177,7 +178,6 @@ def test_second_derivatives_are_right(by_column):
         close(a, b.to(a.dtype), 1e-4)
 
 
-@fused
 def test_a_tensor_changed_in_place_afterwards_is_copied_or_refused():
     layer, x = torch.nn.Linear(8, 8).to(DEVICE), draw((4, 8))
     expected = torch.autograd.grad(layer(x).relu().sum() + (layer(x) - layer.bias).square().sum(), layer.weight)
@@ -186,12 +186,23 @@ def test_a_tensor_changed_in_place_afterwards_is_copied_or_refused():
     out, energies = kernels.passing(layer(x), bias=layer.bias)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (out.relu_().sum() + energies.sum()).backward()
-    out, energies = kernels.passing(layer(x), bias=layer.bias, copied=True)
-    with pytest.raises(RuntimeError, match="has no second derivative in the first forward pass"):
-        torch.autograd.grad(energies.sum(), layer.weight, create_graph=True)
 
 
-@fused
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_copy_has_second_derivatives_too(changed):
+    x, bias = draw((7, 6)).requires_grad_(), draw((6,), seed=2).requires_grad_()
+    found = []
+    for copied in (True, False):
+        made = 1.5 * x
+        out, energies = kernels.passing(made, bias=bias, copied=True) if copied else (made, plain.columns(made, bias))
+        out = out.relu_() if copied and changed else out.relu() if changed else out
+        loss = 1e-2 * energies.sum().square() + out.sin().sum()
+        first = torch.autograd.grad(loss, (x, bias), create_graph=True)
+        found.append(torch.autograd.grad(first[0].square().sum() + first[1].sum(), (x, bias)))
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-4)
+
+
 def test_function_transforms_and_float64_take_the_plain_way():
     x = draw((4, 6))
     mapped = torch.vmap(torch.func.grad(lambda row: kernels.columns(row[None]).sum()))(x)
@@ -398,7 +409,6 @@ def agree(found, expected, rounding):
             assert_close(mine[name], other[name], rtol=rounding, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@fused
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("law", COMPONENTS)
 @pytest.mark.parametrize("make", [small_vit, small_gpt2])
@@ -410,6 +420,55 @@ def test_a_model_on_the_kernels_equals_one_in_plain_torch(make, law, autocast, m
             patch.setattr(module, "serves", lambda _: False)
         expected = trained(make(), noise, components, autocast=autocast)
     agree(found, expected, 5e-2 if autocast else 1e-4)  # Triton's interpreter cuts off where it should round
+
+
+@pytest.mark.parametrize(("law", "more"), [("paper", 2), ("inverted", 0)])
+def test_activations_that_the_model_does_not_keep_are_kept_only_where_a_gradient_needs_them(law, more):
+    """Of the three outputs that V+FF takes the energies of, the model keeps those of value and first layer itself."""
+    model, kept = small_vit(), []
+    reg = xd.ExplicitDropout(model, COMPONENTS[law][0], value=0.3, feed_forward=0.3)
+
+    def activations(model):
+        found = set()
+
+        def keep(tensor):
+            if tensor.numel() >= 3 * 17 * 32:  # batch, tokens, width
+                found.add(tensor.data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return run(model), len(found)
+
+    for _ in range(2):  # the first pass is careful about what models do in place
+        loss, number = activations(model)
+        kept.append(number)
+        (loss + reg()).backward()
+    reg.remove()
+    assert kept[1] == activations(model)[1] + more
+
+
+@pytest.mark.parametrize("law", COMPONENTS)
+def test_a_penalty_has_second_derivatives_in_every_pass(law, monkeypatch):
+    noise, _ = COMPONENTS[law]
+
+    def products():
+        model, found = small_vit(), []
+        model.config._attn_implementation = "eager"  # torch's fused attention has no second derivative
+        reg = xd.ExplicitDropout(model, noise, **dict.fromkeys(("value", "feed_forward"), 0.3))
+        leaves = [p for name, p in model.named_parameters() if "layer" in name and p.ndim == 2]
+        for _ in range(2):
+            first = torch.autograd.grad(1e-3 * run(model) + reg(), leaves, create_graph=True, materialize_grads=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves, materialize_grads=True)
+            found.append({str(number): gradient for number, gradient in enumerate(second)})
+        reg.remove()
+        return found
+
+    found = products()
+    with monkeypatch.context() as patch:
+        for module in (kernels, kernels.energy, kernels.gram):
+            patch.setattr(module, "serves", lambda _: False)
+        expected = products()
+    agree(found, expected, 1e-4)
 
 
 @pytest.mark.parametrize("law", COMPONENTS)

@@ -1,5 +1,8 @@
 """ExplicitDropout as an object: what it computes, what it leaves alone, what it refuses and in which words."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -418,3 +421,38 @@ def test_a_weight_that_was_replaced_or_taken_apart_is_refused():
         xd.UnsupportedSiteError, match=r"layers\.0\.linear1:feed_forward: its weight has the shape \(512,\)"
     ):
         reg()
+
+
+@pytest.mark.parametrize("noise", [xd.paper(0.2), xd.bernoulli(0.2), xd.inverted(0.2)])
+def test_weights_that_are_lent_for_a_call_are_the_ones_that_count(noise):
+    """`functional_call` puts a model's own weights back before the regulariser is called."""
+    model, x = encoder(), torch.randn(2, 4, 16)
+    reg = xd.ExplicitDropout(model, noise, feed_forward=1.0, value=1.0)
+    lent = {name: (2 * weight.detach()).requires_grad_() for name, weight in model.named_parameters()}
+    torch.func.functional_call(model, lent, (x,))
+    found = torch.autograd.grad(reg(), list(lent.values()), allow_unused=True)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    model(x)
+    expected = torch.autograd.grad(reg(), list(model.parameters()), allow_unused=True)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("noise", [xd.paper(0.2), xd.inverted(0.2)])
+def test_nothing_of_a_forward_pass_is_kept_once_its_loss_is_gone(noise):
+    model, made = vit(), []
+    reg = xd.ExplicitDropout(model, noise, **dict.fromkeys(("value", "query", "feed_forward"), 1.0))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *call: made.append(weakref.ref(call[-1])))
+    loss = run_images(model) + reg()
+    assert made
+    assert any(output() is not None for output in made)
+    del loss
+    gc.collect()
+    assert not any(output() is not None for output in made)
+    assert reg.terms()

@@ -140,6 +140,7 @@ class ExplicitDropout:
 
     def _attach(self, places: list[tuple[Layer, list[Site]]], padding: Padding) -> None:
         self._collector.sharded = bool(modules_under_fsdp(self.model))
+        self._collector.held = {site.name: projection_of(site).held for site in self.sites if site.projection}
         plan = Plan(self._collector, self.model)
         for layer, sites in places:
             tap = Tap(layer, self.noise, self._collector, merged_heads=self.reading == "paper", padding=padding)

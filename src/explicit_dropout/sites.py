@@ -63,6 +63,11 @@ class Projection:
         weight = acting(self.module, weight)
         return self.of(weight.mT if self.transposed else weight, 0), self.offset()
 
+    @property
+    def held(self) -> Tensor | None:
+        """The parameter itself that the module holds now, of which W is a part."""
+        return _attribute(self.module, self.weight)
+
     def offset(self) -> Tensor | None:
         """b alone."""
         bias = _attribute(self.module, self.bias)

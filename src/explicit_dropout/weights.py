@@ -32,6 +32,8 @@ def acting(module: nn.Module, weight: Any) -> Tensor:
     """The weight of a layer with what active low-rank adapters (LoRA by peft) add to it."""
     if is_sharded(weight):  # whatever part of it is used, its gradient comes back sharded as it is
         weight = weight.redistribute(weight.device_mesh, weight.placements)
+    if "base_layer" not in module._modules:
+        return weight  # type: ignore[no-any-return]
     obstacle = adapter_obstacle(module)
     if obstacle:
         raise UnsupportedSiteError(obstacle)

@@ -54,7 +54,8 @@ class SquaresHook:
         x = only_input(tap.path, args, kwargs)
         lower = kernels.lowered(x) if self.plain else None
         half = (lower or x.dtype) != torch.float32
-        if not half or x.ndim != 3 or not kernels.serves(x) or by_sample(tap, x)[1] is not None:
+        served = half and x.ndim == 3 and kernels.serves(x) and kernels.by_triton(x)
+        if not served or by_sample(tap, x)[1] is not None:
             return None
         samples = x.shape[0]
         passed, columns = kernels.passing(x, lower=lower, by_column=True, samples=samples)

@@ -33,7 +33,7 @@ PADDING_ARGUMENTS = {
 one that cross-attention looks at where the model is given it (`encoder_hidden_states`); otherwise that is the first."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Term:
     """What one firing of a site adds: J summed over tokens is `factor` times the sum of `penalty`, of any shape, or
     times Σ_j columns_j ‖W_:j‖². Columns are (part, column) or summed over parts, and so are the norms where they are
@@ -111,6 +111,13 @@ class Slot:
         return forwards
 
 
+class Threads(threading.local):
+    """A slot for each thread."""
+
+    def __init__(self) -> None:
+        self.slot = Slot()
+
+
 class Collector:
     """Terms of forward passes since the last call of the regulariser.
 
@@ -121,17 +128,13 @@ class Collector:
     def __init__(self, *, inert: bool = False) -> None:
         self.inert = inert
         self.sharded = False  # whether weights are gathered for each layer's call and taken away after it
+        self.held: dict[str, Tensor | None] = {}  # the weights of the model itself, by site
         self.compiled = Slot()
-        self.threads = threading.local()
+        self.threads = Threads()
 
     def own(self) -> Slot:
         """The slot of this thread; of compiled code, while compiling."""
-        if torch.compiler.is_compiling():
-            return self.compiled
-        slot: Slot | None = getattr(self.threads, "slot", None)
-        if slot is None:
-            slot = self.threads.slot = Slot()
-        return slot
+        return self.compiled if torch.compiler.is_compiling() else self.threads.slot
 
     def slot(self) -> Slot:
         """Where a layer's hook works: that of compiled code where this layer is an eager part of a compiled model."""

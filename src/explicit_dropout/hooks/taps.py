@@ -36,6 +36,9 @@ class Tap:
         self, layer: Layer, noise: Noise, collector: Collector, *, merged_heads: bool, padding: Padding
     ) -> None:
         self.noise, self.collector = noise, collector
+        self.coherent = coherent_part_needed(noise)
+        self.coherence, self.incoherence = 0.5 * noise.mean**2, 0.5 * noise.variance
+        """What a coherent energy is multiplied by, ½ μ², and what column energies times column norms are, ½ v."""
         self.merged_heads, self.padding_source = merged_heads, padding
         self.described, self.path = layer.described, layer.path
         self.straight = self.described.batch_first and (
@@ -121,15 +124,30 @@ class Tap:
 
     def linear(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
         """J of a linear layer: coherent from its output now, incoherent from the columns of its input later."""
-        if coherent_part_needed(self.noise):
-            self._coherent(site, x, output, mask)
-        if self.noise.variance:
-            norms = None
-            if torch.compiler.is_compiling() and not self.collector.sharded:  # a part of the compiled graph, then
-                norms = column_norms(projection_of(site).parameters()[0])
-            self.add(site, None, kernels.columns(x, mask), x, mask, self.incoherence, norms)
+        self.coherently(site, x, output, mask)
+        self.incoherently(site, x, mask)
 
-    def _coherent(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
+    def incoherently(self, site: Site, x: Tensor, mask: Tensor | None) -> None:
+        """The part of a linear layer that its input's columns make, if the law has it."""
+        if self.noise.variance:
+            self.add(site, None, kernels.columns(x, mask), x, mask, self.incoherence, self.norms(site))
+
+    def norms(self, site: Site) -> Tensor | None:
+        """The column norms of a weight that may be another one when the regulariser is called; None if it stays.
+
+        A compiled graph has them as a part of itself; `torch.func.functional_call` lends a model weights for a call.
+        """
+        if self.collector.sharded:
+            return None
+        projection = projection_of(site)
+        if not torch.compiler.is_compiling() and projection.held is self.collector.held.get(site.name):
+            return None
+        return column_norms(projection.parameters()[0])
+
+    def coherently(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
+        """The part of a linear layer that its output makes, if the law has it."""
+        if not self.coherent:
+            return
         weight, bias = projection_of(site).parameters()
         if output is None:
             coherent = Noise(self.noise.mean, 0.0)
@@ -138,16 +156,6 @@ class Tap:
         if bias is None:
             output = output.clone()  # the model may go on to change its own in place
         self.add(site, kernels.plain.energy(output, bias, mask), None, x, mask, self.coherence)
-
-    @property
-    def coherence(self) -> float:
-        """What a coherent energy is multiplied by: ½ μ²."""
-        return 0.5 * self.noise.mean**2
-
-    @property
-    def incoherence(self) -> float:
-        """What column energies times column norms are multiplied by: ½ v."""
-        return 0.5 * self.noise.variance
 
     def penalise(self, site: Site, compute: Callable[[], _Result]) -> _Result:
         """Run what leaves the term of a site; errors of the closed forms get the site in front."""
@@ -202,11 +210,12 @@ class ColumnsHook:
         tokens, mask = by_sample(self.tap, x)
         lower = kernels.lowered(x) if self.plain else None
         flags, norms = in_order(mask, tokens, x), None
-        if self.tap.collector.sharded:
-            passed, columns = kernels.passing(x, mask=flags, lower=lower, by_column=True)
-        else:
+        if kernels.by_triton(x) and not self.tap.collector.sharded:  # both at once: launches are dear
             weight, _ = projection_of(self.site).parameters()
             passed, columns, norms = kernels.passing_to(weight, x, flags, lower)
+        else:
+            passed, columns = kernels.passing(x, mask=flags, lower=lower, by_column=True)
+            norms = self.tap.norms(self.site)
         self.tap.add(self.site, None, columns, tokens, mask, self.tap.incoherence, norms)
         return passed
 
@@ -227,22 +236,28 @@ class LinearHook:
 
     def _term(self, x: Tensor, output: Tensor) -> Tensor | None:
         tap, projection = self.tap, projection_of(self.site)
+        rows = projection.rows
+        if isinstance(rows, tuple) or not kernels.serves(output):
+            self._plain_term(x, output)
+            return None
+        if not tap.coherent:
+            return None
         tokens, mask = by_sample(tap, x)
-        if not kernels.serves(output) or isinstance(projection.rows, tuple):
-            made = projection.of(output)
-            made = made.transpose(0, 1) if tokens.shape[:-1] != made.shape[:-1] and x.ndim > 2 else made
-            tap.linear(self.site, tokens, made.reshape(*tokens.shape[:-1], -1), mask)
-            return None
-        if not coherent_part_needed(tap.noise):
-            return None
         passed, energies = kernels.passing(
-            output, bias=projection.offset(), mask=in_order(mask, tokens, x), rows=projection.rows,
-            copied=not self.untouched,
-        )  # fmt: skip
+            output, bias=projection.offset(), mask=in_order(mask, tokens, x), rows=rows, copied=not self.untouched
+        )
         tap.add(self.site, energies, None, tokens, mask, tap.coherence)
         if self.untouched is None and tap.collector.slot().open:
             tap.collector.slot().passed.append((self, passed, passed._version))
         return passed
+
+    def _plain_term(self, x: Tensor, output: Tensor) -> None:
+        tap, made = self.tap, projection_of(self.site).of(output)
+        tokens, mask = by_sample(tap, x)
+        made = made.transpose(0, 1) if tokens.shape[:-1] != made.shape[:-1] and x.ndim > 2 else made
+        tap.coherently(self.site, tokens, made.reshape(*tokens.shape[:-1], -1), mask)
+        if not kernels.serves(x):  # or the hook before the projection has taken its columns
+            tap.incoherently(self.site, tokens, mask)
 
 
 def by_sample(tap: Tap, x: Tensor) -> tuple[Tensor, Tensor | None]:

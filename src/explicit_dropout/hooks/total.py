@@ -6,7 +6,7 @@ costs more on a GPU than all penalties together. So what belongs together is put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -34,19 +34,26 @@ class Total:
     """The penalty and, if asked, the term of every site. Keeps the weights of the last call: they rarely change."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, Tensor] = {}
-        self._found: list[tuple[list[Share], list[int], Tensor]] = []
+        self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._found: list[tuple[list[str], list[int], Tensor, Tensor]] = []
 
-    def of(self, shares: Sequence[Share]) -> Tensor:
+    def of(self, shares: Iterable[Share]) -> Tensor:
         """Σ_shares λ · factor · Σ energies / counted, float32."""
-        kept: dict[Any, Tensor] = {}
+        kept: dict[Any, tuple[Tensor, Tensor]] = {}
         self._found = []
         total: Tensor | None = None
-        for (device, dtype, _), group in _grouped(shares, _kind):
-            values, lengths = _joined(group)
-            self._found.append((group, lengths, values.detach()))
-            weights = self._weights(group, lengths, device, dtype, kept)
-            part = (values * weights).sum()
+        for (device, dtype, multiplied), group in _grouped(shares).items():
+            energies = [share.energies for share in group]
+            norms = [share.norms for share in group if share.norms is not None]
+            lengths = [norm.shape[-1] for norm in norms] if multiplied else [tensor.numel() for tensor in energies]
+            weights, units = self._weights(group, lengths, device, dtype, kept)
+            if torch._C._are_functorch_transforms_active():
+                values = _product(_factors(energies, norms))
+                part = (values * weights).sum()
+            else:
+                part, values = _Weighed.apply(weights, len(norms), *energies, *norms)  # type: ignore[no-untyped-call]
+            sites = [share.site for share in group]  # and nothing of the graph
+            self._found.append((sites, lengths, values.detach(), units))
             total = part if total is None else total + part.to(total.device)
         self._kept = kept
         return torch.zeros(()) if total is None else total.float()
@@ -54,58 +61,109 @@ class Total:
     def terms(self) -> dict[str, Tensor]:
         """The unweighted J of every site at the last call, in the order in which they came."""
         terms: dict[str, Tensor] = {}
-        for group, lengths, values in self._found:
-            for share, energies in zip(group, torch.split(values, lengths), strict=True):
-                counted = share.counted.clamp(min=1) if isinstance(share.counted, Tensor) else max(share.counted, 1)
-                term = (share.factor * energies.sum() / counted).float()
-                terms[share.site] = terms[share.site] + term if share.site in terms else term
+        for sites, lengths, values, units in self._found:
+            for site, term in zip(sites, _sums((values * units).float(), lengths), strict=True):
+                terms[site] = terms[site] + term if site in terms else term
         return terms
 
     def _weights(
-        self, group: list[Share], lengths: list[int], device: torch.device, dtype: torch.dtype, kept: dict[Any, Tensor]
-    ) -> Tensor:
-        """λ · factor / counted for every value of a group."""
-        numbers = tuple(
-            share.strength * share.factor / (1 if isinstance(share.counted, Tensor) else max(share.counted, 1))
-            for share in group
+        self, group: list[Share], lengths: list[int], device: torch.device, dtype: torch.dtype, kept: dict[Any, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """λ · factor / counted for every value of a group, and the same without λ."""
+        units = tuple(
+            share.factor / (1 if isinstance(share.counted, Tensor) else max(share.counted, 1)) for share in group
         )
-        key = (device, dtype, numbers, tuple(lengths))
-        weights = self._kept.get(key)
-        if weights is None:
-            weights = torch.tensor(numbers, dtype=dtype)
-            weights = weights.repeat_interleave(torch.tensor(lengths)) if max(lengths) > 1 else weights
+        numbers = tuple(share.strength * unit for share, unit in zip(group, units, strict=True))
+        key = (device, dtype, numbers, units, tuple(lengths))
+        found = self._kept.get(key)
+        if found is None:
+            both = torch.tensor([numbers, units], dtype=dtype)
+            both = both.repeat_interleave(torch.tensor(lengths), dim=1) if max(lengths) > 1 else both
             if device.type == "cuda":  # without waiting for the GPU
-                weights = weights.pin_memory().to(device, non_blocking=True)
-        kept[key] = weights
+                both = both.pin_memory().to(device, non_blocking=True)
+            found = both[0], both[1]
+        kept[key] = found
         if not any(isinstance(share.counted, Tensor) for share in group):
-            return weights
+            return found
         counts = [torch.as_tensor(share.counted, device=device).clamp(min=1) for share in group]
-        return weights / torch.cat([count.expand(length) for count, length in zip(counts, lengths, strict=True)])
+        counted = torch.cat([count.expand(length) for count, length in zip(counts, lengths, strict=True)])
+        return found[0] / counted, found[1] / counted
 
 
-def _kind(share: Share) -> tuple[torch.device, torch.dtype, bool]:
-    return share.energies.device, share.energies.dtype, share.norms is not None
+def _sums(values: Tensor, lengths: list[int]) -> list[Tensor]:
+    """The sum of each piece of so many values, neighbours of one length at once."""
+    found: list[Tensor] = []
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    pieces = torch.split(values, [length * number for length, number in runs])
+    for (length, number), piece in zip(runs, pieces, strict=True):
+        found += piece.view(number, length).sum(1).unbind()
+    return found
 
 
-def _grouped(shares: Sequence[Share], key: Callable[[Share], Any]) -> list[tuple[Any, list[Share]]]:
-    groups: dict[Any, list[Share]] = {}
+def _grouped(shares: Iterable[Share]) -> dict[tuple[torch.device, torch.dtype, bool], list[Share]]:
+    """Shares of one kind together: on one device, of one precision, with norms or without."""
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[Share]] = {}
     for share in shares:
-        groups.setdefault(key(share), []).append(share)
-    return list(groups.items())
+        kind = share.energies.device, share.energies.dtype, share.norms is not None
+        groups.setdefault(kind, []).append(share)
+    return groups
 
 
-def _joined(group: list[Share]) -> tuple[Tensor, list[int]]:
-    """The energies of shares of one kind end to end, and how many each has."""
-    energies = [share.energies for share in group]
-    norms = [share.norms for share in group if share.norms is not None]
-    if norms:
-        return _summed(energies) * _summed(norms).to(energies[0].dtype), [norm.shape[-1] for norm in norms]
-    if all(tensor.ndim == 0 for tensor in energies):
-        return torch.stack(energies), [1] * len(energies)
-    return torch.cat([tensor.reshape(-1) for tensor in energies]), [tensor.numel() for tensor in energies]
+class _Weighed(torch.autograd.Function):
+    """The weighted sum of energies and what was weighed, as one node of the graph.
+
+    It gives every energy its gradient by a few operations for all. Arguments: weights, how many norms there are, the
+    energies, the norms.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, number: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        factors = _factors(tensors[: len(tensors) - number], tensors[len(tensors) - number :])
+        values = _product(factors)
+        ctx.save_for_backward(weights, *(factors if number else ()), *tensors)
+        ctx.number = number
+        ctx.mark_non_differentiable(values)
+        ctx.set_materialize_grads(False)
+        return (values * weights).sum(), values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *tensors = ctx.saved_tensors
+        each = gradients[0] * weights
+        if not ctx.number:
+            return None, None, *torch._C._nn.unflatten_dense_tensors(each, tensors)
+        first, second, *tensors = tensors
+        energies, norms = tensors[: ctx.number], tensors[ctx.number :]
+        if torch.is_grad_enabled():  # somebody goes on to differentiate this
+            first, second = _factors(energies, norms)
+        return None, None, *_spread(each * second, energies), *_spread(each * first, norms)
 
 
-def _summed(tensors: list[Tensor]) -> Tensor:
-    """Columns end to end, those that come in parts summed over them, neighbours of equally many parts at once."""
-    runs = [list(run) for _, run in groupby(tensors, lambda tensor: tensor.shape[:-1])]
-    return torch.cat([torch.cat(run, -1) if run[0].ndim == 1 else torch.cat(run, -1).sum(0) for run in runs])
+def _factors(energies: Sequence[Tensor], norms: Sequence[Tensor]) -> list[Tensor]:
+    """The energies end to end; with norms the columns' energies, and the norms beside them."""
+    if not norms:
+        return [torch.cat([tensor.reshape(-1) for tensor in energies])]
+    return [_summed(energies), _summed(norms).to(energies[0].dtype)]
+
+
+def _product(factors: list[Tensor]) -> Tensor:
+    return factors[0] if len(factors) == 1 else factors[0] * factors[1]
+
+
+def _runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of equally many parts together."""
+    return [list(run) for _, run in groupby(tensors, lambda tensor: tensor.shape[:-1])]
+
+
+def _summed(tensors: Sequence[Tensor]) -> Tensor:
+    """Columns end to end, those that come in parts summed over them."""
+    return torch.cat([
+        torch.cat(run, -1) if run[0].ndim == 1 else torch.cat(run, -1).sum(0) for run in _runs(tensors)
+    ])  # fmt: skip
+
+
+def _spread(values: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The way back: to each tensor its columns, to each of its parts the same."""
+    runs = [(run, [tensor.shape[-1] for tensor in run]) for run in _runs(tensors)]
+    for own, (run, widths) in zip(values.split_with_sizes([sum(w) for _, w in runs]), runs, strict=True):
+        yield from own.expand(*run[0].shape[:-1], -1).split_with_sizes(widths, -1)

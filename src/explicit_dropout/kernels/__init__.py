@@ -7,18 +7,20 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     energy   Σ (x − b)², whole or by column, of a tensor that passes through
     gram     Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
     spreads  ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
-    plain    the same in plain torch: on a CPU, in float64, under function transforms, and for tests to compare with
+    plain    the same in plain torch: in float64, under function transforms, scores on a CPU, and to compare with
 
-On a GPU they are Triton kernels, with matrix products of torch between them in the last. Compiled code reaches the
-first two as operators (`torch.ops.explicit_dropout`) and has the pointwise rest fused by the compiler.
+On a GPU they are Triton kernels, with matrix products of torch between them in the last; on a CPU the first has a
+counterpart in torch. Compiled code reaches the first two as operators (`torch.ops.explicit_dropout`) and has the
+pointwise rest fused by the compiler.
 """
 
 from explicit_dropout.kernels import plain
-from explicit_dropout.kernels.energy import columns, lowered, passing, passing_to, serves
+from explicit_dropout.kernels.energy import by_triton, columns, lowered, passing, passing_to, serves
 from explicit_dropout.kernels.gram import scores, serves_scores
 from explicit_dropout.kernels.spreads import joint_spread, serves_spread, spread
 
 __all__ = [
+    "by_triton",
     "columns",
     "joint_spread",
     "lowered",

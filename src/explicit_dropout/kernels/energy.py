@@ -18,17 +18,22 @@ from torch import Tensor
 from explicit_dropout.kernels import plain
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
+TENSORS = (Tensor, torch.nn.Parameter)
 
 HAS_TRITON = find_spec("triton") is not None
 """Not imported before it is needed: it takes its time."""
 
 
 @cache
-def _triton() -> Any:
-    from explicit_dropout.kernels import triton_energy
+def _kernels(by_triton: bool) -> Any:
+    """The module that has them: energies_of, gradient_of and sources."""
+    if by_triton:
+        from explicit_dropout.kernels import triton_energy
 
-    return triton_energy
+        return triton_energy
+    from explicit_dropout.kernels import torch_energy
+
+    return torch_energy
 
 
 @cache
@@ -42,12 +47,15 @@ def interpreted() -> bool:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernels can be called with this tensor here and now: in eager code, on a GPU, up to float32."""
-    if torch.compiler.is_compiling() or not (x.is_cuda or (x.device.type == "cpu" and interpreted())):
+    """Whether tensors can pass through here and now: in eager code, on a GPU or a CPU, up to float32."""
+    if torch.compiler.is_compiling() or type(x) not in TENSORS or x.dtype not in DTYPES:
         return False
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.dtype not in DTYPES or not HAS_TRITON:
-        return False
-    return not torch._C._are_functorch_transforms_active()
+    return (x.is_cpu or (x.is_cuda and HAS_TRITON)) and not torch._C._are_functorch_transforms_active()
+
+
+def by_triton(x: Tensor) -> bool:
+    """Whether it is Triton that serves such a tensor."""
+    return HAS_TRITON and (x.is_cuda or interpreted())
 
 
 def serves_compiled(x: Tensor) -> bool:
@@ -87,7 +95,8 @@ def passing(
         samples: sums of so many equal runs of rows for themselves, one after the other on the first axis.
         copied: keep a copy for the backward pass, for where x may be changed in place meanwhile.
     """
-    passed, energies, _ = _Passing.apply(x, bias, mask, rows, lower, by_column, copied, None, samples)  # type: ignore[no-untyped-call]
+    options = rows, lower, by_column, copied, samples
+    passed, energies, *_ = _Passing.apply(x, bias, mask, None, options)  # type: ignore[no-untyped-call]
     return passed, energies
 
 
@@ -95,57 +104,64 @@ def passing_to(
     weight: Tensor, x: Tensor, mask: Tensor | None = None, lower: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The input x of a layer itself, its column energies and those of the layer's weight, each (part, column)."""
-    found = _Passing.apply(x, None, mask, None, lower, True, False, weight, 1)  # type: ignore[no-untyped-call]
-    return cast("tuple[Tensor, Tensor, Tensor]", found)
+    options = None, lower, True, False, 1
+    passed, columns, norms, _ = _Passing.apply(x, None, mask, weight, options)  # type: ignore[no-untyped-call]
+    return passed, columns, norms
 
 
 class _Passing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, mask: Tensor | None, rows: slice | None,
-        lower: torch.dtype | None, by_column: bool, copied: bool, weight: Tensor | None, samples: int,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        ctx: Any, x: Tensor, bias: Tensor | None, mask: Tensor | None, weight: Tensor | None,
+        options: tuple[slice | None, torch.dtype | None, bool, bool, int],
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        rows, lower, by_column, copied, samples = options
         own = x if rows is None else x[..., rows]
         flags = None if mask is None else mask.reshape(-1).view(torch.uint8)
-        triton = _triton()
-        energies, sums, low = triton.energies_of(own, bias, flags, lower, by_column, samples)
-        norms = None if weight is None else triton.energies_of(weight, None, None, None, True)[0]
+        kernels = _kernels(by_triton(x))
+        energies, sums, low = kernels.energies_of(own, bias, flags, lower, by_column, samples)
+        norms = None if weight is None else kernels.energies_of(weight, None, None, None, True)[0]
         # Not a view of x, or autograd would forbid models to change their outputs in place.
         passed = x.detach() if low is None else low
         kept = x if low is None else passed
-        ctx.save_for_backward(kept.clone() if copied else kept, sums, flags, weight)
+        # A copy is an output as well: only so are there second derivatives by way of it.
+        copy = kept.clone() if copied else None
+        ctx.save_for_backward(kept if copy is None else copy, sums, flags, weight)
         ctx.set_materialize_grads(False)
         # The bias is not saved: sharded parameters come and go meanwhile, and its values are in the sums.
-        ctx.facts = by_column, x.dtype, copied, bias, 0 if rows is None else rows.start or 0, own.shape[-1], samples
-        return passed, energies, norms
+        first = 0 if rows is None else rows.start or 0
+        ctx.facts = kernels, by_column, x.dtype, bias, first, own.shape[-1], samples
+        return passed, energies, norms, copy
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: Tensor | None, weights: Tensor | None, norm_weights: Tensor | None
+        ctx: Any, gradient: Tensor | None, weights: Tensor | None, norm_weights: Tensor | None, of_copy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         kept, sums, flags, weight = ctx.saved_tensors
-        by_column, dtype, _, bias, offset, width, samples = ctx.facts
+        kernels, by_column, dtype, bias, offset, width, samples = ctx.facts
+        if of_copy is not None:
+            gradient = of_copy if gradient is None else gradient + of_copy
         of_weight = None
         if norm_weights is not None:
-            of_weight = _of_weight(weight, norm_weights)
+            of_weight = _of_weight(kernels, weight, norm_weights)
         if weights is None:
             result, slope = None if gradient is None else gradient.to(dtype), None
         elif torch.is_grad_enabled():
             result, slope = _differentiable(ctx, kept, flags, gradient, weights)
         else:
-            result, slope = _triton().gradient_of(
+            result, slope = kernels.gradient_of(
                 kept, sums, flags, gradient, weights, dtype, by_column, offset, width,
                 None if bias is None else bias.dtype, samples,
             )  # fmt: skip
-        return result, slope, None, None, None, None, None, of_weight, None
+        return result, slope, None, of_weight, None
 
 
-def _of_weight(weight: Tensor, weights: Tensor) -> Tensor:
+def _of_weight(kernels: Any, weight: Tensor, weights: Tensor) -> Tensor:
     """The gradient of the column energies of a layer's weight."""
     if torch.is_grad_enabled():
-        row, column = _triton().sources(*weight.shape, 1, True, weight.device)
+        row, column = kernels.sources(*weight.shape, 1, True, weight.device)
         return 2 * weights[row][:, column] * weight
-    result, _ = _triton().gradient_of(weight, None, None, None, weights, weight.dtype, True, 0, weight.shape[1], None)
+    result, _ = kernels.gradient_of(weight, None, None, None, weights, weight.dtype, True, 0, weight.shape[1], None)
     return cast("Tensor", result)
 
 
@@ -153,14 +169,9 @@ def _differentiable(
     ctx: Any, x: Tensor, flags: Tensor | None, gradient: Tensor | None, weights: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The backward pass in plain torch, for whoever goes on to differentiate it (create_graph=True)."""
-    by_column, dtype, copied, bias, offset, width, samples = ctx.facts
-    if copied:
-        raise RuntimeError(
-            "explicit dropout on a GPU has no second derivative in the first forward pass, nor where the model changes "
-            "the output of a linear layer in place. Run one forward pass before, or train in float64"
-        )
+    kernels, by_column, dtype, bias, offset, width, samples = ctx.facts
     flat = x.reshape(-1, x.shape[-1])
-    row, column = _triton().sources(flat.shape[0], width, samples, by_column, x.device)
+    row, column = kernels.sources(flat.shape[0], width, samples, by_column, x.device)
     mask = None if flags is None else flags.bool()
     slope = 2 * weights[row][:, column] * plain.deviation(flat[:, offset : offset + width], bias, mask)
     result = torch.nn.functional.pad(slope, (offset, flat.shape[1] - offset - width)).view(x.shape)
@@ -186,7 +197,7 @@ def columns_operator(x: Tensor, mask: Tensor | None) -> Tensor:
     if not (x.is_cuda and serves_compiled(x)):
         return plain.columns(x, None, mask)
     flags = None if mask is None else mask.reshape(-1).view(torch.uint8)
-    energies, _, _ = _triton().energies_of(x, None, flags, None, True)
+    energies, _, _ = _kernels(True).energies_of(x, None, flags, None, True)
     return cast("Tensor", energies.sum(0))
 
 

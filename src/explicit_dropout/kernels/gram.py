@@ -32,7 +32,7 @@ def serves_scores(left: Tensor, right: Tensor, heads: int) -> bool:
         return False
     if torch.compiler.is_compiling():
         return energy.serves_compiled(left)
-    return serves(left) and serves(right)
+    return serves(left) and serves(right) and energy.by_triton(left)
 
 
 def scores(

@@ -163,12 +163,12 @@ def energies_of(
     flat, rows, columns, x_row, x_column = _rows(x)
     sample_parts, part_rows, tiles = cut(rows, columns, samples)
     parts, device = samples * sample_parts, x.device
-    energies = torch.empty((parts, columns if by_column else tiles), dtype=torch.float32, device=device)
+    energies = x.new_empty((parts, columns if by_column else tiles), dtype=torch.float32)
     sums = lowered = None
     if bias is not None:
-        sums = torch.empty((parts + 1, columns), dtype=torch.float32, device=device)
+        sums = x.new_empty((parts + 1, columns), dtype=torch.float32)
     if lower is not None:
-        lowered = torch.empty(x.shape, dtype=lower, device=device)
+        lowered = x.new_empty(x.shape, dtype=lower)
     if columns and parts:
         bias_stride = 0 if bias is None else bias.stride(0)
         numbers = (
@@ -199,8 +199,8 @@ def gradient_of(
     sample_parts, part_rows, _ = cut(rows, width, samples)
     parts = samples * sample_parts
     tiles, device = triton.cdiv(columns, BLOCK_COLUMNS), x.device
-    result = torch.empty(x.shape, dtype=dtype, device=device)
-    slope = None if sums is None else torch.empty((width,), dtype=bias_dtype, device=device)
+    result = x.new_empty(x.shape, dtype=dtype)
+    slope = None if sums is None else x.new_empty((width,), dtype=bias_dtype)
     if columns and parts:
         numbers = (
             rows // samples, columns, offset, x_row, x_column, gradient_row, gradient_column,
