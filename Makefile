@@ -26,8 +26,9 @@ lint: $(VENV)/.families
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(VENV)/.installed  ## closed forms against the paper's traces on this machine
-	$(RUN) benchmarks/functional.py
+bench: $(VENV)/.families  ## what explicit dropout costs on this machine: a training step, and one layer against the traces
+	$(RUN) benchmarks/step_time.py --budget 0.5
+	$(RUN) benchmarks/functional.py --tokens 64 --widths 192 384 --growth 256 512
 
 docs: $(VENV)/.installed  ## the documentation site, in site/
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -2,21 +2,29 @@
 
 python benchmarks/augmentation.py            # 30 batches of 8192 images 3 × 32 × 32
 python benchmarks/augmentation.py 128 1024   # other batch sizes
+python benchmarks/augmentation.py --output results/benchmarks/augmentation-h200
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from functional import environment
 from torch import Tensor
 
 from explicit_dropout.lab.config import Augmentation
 from explicit_dropout.lab.data.augment import apply, draw
 
 REPEATS = 30
+KINDS: tuple[Augmentation, ...] = ("crop_flip", "autoaugment")
 
 
 def images_per_second(
@@ -36,18 +44,41 @@ def images_per_second(
     return repeats * len(images) / (time.perf_counter() - start)
 
 
-def main(sizes: list[int]) -> None:
+HEADER = "| augmentation | batch | eager images/s | compiled images/s |\n|---|---|---|---|"
+
+
+def line(row: dict[str, Any]) -> str:
+    return f"| {row['kind']} | {row['batch']} | {row['eager']:,.0f} | {row['compiled']:,.0f} |"
+
+
+def write(output: Path, result: dict[str, Any]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    about = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
+    text = f"# Images per second of augmentation\n\n`{result['command']}`: {about}.\n\n"
+    output.with_suffix(".md").write_text(text + "\n".join([HEADER, *map(line, result["rows"])]) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("batches", nargs="*", type=int, default=[8192])
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json and .md")
+    options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     repeats = REPEATS if device == "cuda" else 3
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
-    kinds: tuple[Augmentation, ...] = ("crop_flip", "autoaugment")
-    for size in sizes:
+    result: dict[str, Any] = {"command": "python " + shlex.join(sys.argv), "environment": environment(device)}
+    result["rows"] = []
+    print(HEADER)
+    for size in options.batches:
         images = torch.randint(0, 256, (size, 3, 32, 32), dtype=torch.uint8, device=device)
-        for kind in kinds:
+        for kind in KINDS:
             eager = images_per_second(apply, kind, images, repeats)
             compiled = images_per_second(torch.compile(apply, fullgraph=True), kind, images, repeats)
-            print(f"{size:6d} images  {kind:12s} eager {eager:14,.0f}/s  compiled {compiled:14,.0f}/s", flush=True)
+            result["rows"].append({"kind": kind, "batch": size, "eager": eager, "compiled": compiled})
+            print(line(result["rows"][-1]), flush=True)
+            if options.output:
+                write(options.output, result)
 
 
 if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]] or [8192])
+    main()
