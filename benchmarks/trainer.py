@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from steps import gpu_profile
 
 from explicit_dropout.lab import data, penalties
 from explicit_dropout.lab.config import Data, Execution, Model, Run, Training
@@ -39,7 +42,7 @@ MODES = {
 SMALL = Model(layers=2, width=48, heads=4, hidden=96, patch=2, read="mean")
 
 
-def measure(run: Run, execution: Execution, dataset: data.Dataset, budget: float) -> dict[str, float]:
+def measure(run: Run, execution: Execution, dataset: data.Dataset, budget: float, profile: bool) -> dict[str, Any]:
     """Median images per second over pieces of training of a tenth of the budget each, and their spread."""
     device = chosen_device(execution)
     torch.compiler.reset()
@@ -65,7 +68,7 @@ def measure(run: Run, execution: Execution, dataset: data.Dataset, budget: float
                 done += 1
         step.means()
         speeds.append(done * run.training.batch / (time.perf_counter() - start))
-    found = {
+    found: dict[str, Any] = {
         "images_per_second": statistics.median(speeds),
         "least": min(speeds),
         "most": max(speeds),
@@ -73,6 +76,9 @@ def measure(run: Run, execution: Execution, dataset: data.Dataset, budget: float
     }
     if device.type == "cuda":
         found["peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
+        if profile:
+            batch = next(endless)
+            found["profile"] = gpu_profile(lambda: step(*batch, 1e-3))
     return found
 
 
@@ -86,6 +92,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
     parser.add_argument("--seconds", type=float, default=2.0, help="of measurement for each row")
+    parser.add_argument("--profile", action="store_true", help="also say in the JSON what the GPU was busy with")
     parser.add_argument("--output", type=Path, help="path without ending: .json and .md are written after every row")
     options = parser.parse_args()
     small = options.data == "digits"
@@ -96,7 +103,7 @@ def main() -> None:
     dataset = data.load(dataset_settings, options.data_root).to(device)
     model, precision = (SMALL, "float32") if small else (Model(residual="lowered"), "bfloat16")
     described = environment(base, device, dataset)
-    described["command"] = "python benchmarks/trainer.py " + " ".join(sys.argv[1:])
+    described["command"] = "python benchmarks/trainer.py " + shlex.join(sys.argv[1:])
     rows: list[dict[str, object]] = []
     for size in options.batches:
         for mode in options.modes:
@@ -108,7 +115,7 @@ def main() -> None:
                     dataset_settings, model, treatment, Training(batch=size, precision=precision, label_smoothing=0.1)
                 )
                 execution = replace(MODES[mode], device=options.device)
-                found = measure(run, execution, dataset, options.seconds)
+                found = measure(run, execution, dataset, options.seconds, options.profile)
                 rows.append({"batch": size, "mode": mode, "row": row, **found})
                 print(line(rows[-1]), flush=True)
                 if options.output:
