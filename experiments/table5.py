@@ -11,7 +11,7 @@ from pathlib import Path
 
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.experiment import Experiment, module_of
-from explicit_dropout.lab.rows import paper_numbers, treatments
+from explicit_dropout.lab.rows import named, paper_numbers, treatments
 
 TABLE1 = module_of(Path(__file__).with_name("table1.py"))
 ROWS = {component: f"explicit_{component.lower()}+explicit" for component in ("K", "Q", "V", "AV")}
@@ -26,9 +26,9 @@ def experiment() -> Experiment:
             Run(TABLE1.DATA, TABLE1.MODEL, treatment, replace(TABLE1.TRAINING, learning_rate=rate), seed)
             for seed in TABLE1.SEEDS
             for row in ROWS.values()
-            for treatment in treatments(row, TABLE1.STRENGTHS)
+            for treatment in treatments(row, TABLE1.STRENGTHS, reduction=TABLE1.REDUCTION)
             for rate in TABLE1.LEARNING_RATES
         ),
-        baseline="explicit_v+explicit",
-        paper_cells={row: cells[component] for component, row in ROWS.items()},
+        baseline=named("explicit_v+explicit", reduction=TABLE1.REDUCTION),
+        paper_cells={named(row, reduction=TABLE1.REDUCTION): cells[part] for part, row in ROWS.items()},
     )

@@ -40,7 +40,7 @@ def treatments(row: str, strengths: Iterable[float], *, law: LawName = "paper", 
 
     Args:
         row: <attention treatment>+<feed-forward treatment>, as in the paper's tables.
-        settings: other fields of `Treatment`, such as rate.
+        settings: other fields of `Treatment`, such as rate; `reduction` is left out where no penalty is reduced.
     """
     attention, _, feed_forward = row.partition("+")
     for name, options in ((attention, get_args(AttentionTreatment)), (feed_forward, get_args(FeedForwardTreatment))):
@@ -53,6 +53,8 @@ def treatments(row: str, strengths: Iterable[float], *, law: LawName = "paper", 
     base: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, **settings}
     if attention.startswith("explicit") or feed_forward == "explicit":
         base["law"] = law
+    if not has_strength(attention, "none" if feed_forward == "weight_decay" else feed_forward):
+        base.pop("reduction", None)
     for strength in strengths:
         if has_strength(attention, feed_forward):
             yield Treatment(**base, strength=strength)
@@ -71,12 +73,22 @@ def paper_treatments(strengths: Iterable[float], **settings: Any) -> Iterator[Tr
             yield from treatments(row, strengths, law=law, **settings)
 
 
-def paper_numbers(table: str) -> dict[str, Any]:
-    """The numbers of a table of the paper, in percent: by row, or for table5 by component, learning rate and λ."""
+def named(row: str, **settings: Any) -> str:
+    """What a row of the paper is called here under some settings: `explicit_v+explicit [sample mean]`."""
+    return next(treatments(row, [1.0], **settings)).row
+
+
+def paper_numbers(table: str, **settings: Any) -> dict[str, Any]:
+    """The numbers of a table of the paper, in percent: by row, or for table5 by component, learning rate and λ.
+
+    `settings` are those under which a table of ours reads the paper's rows, and which show in their names here.
+    """
     tables = json.loads(files("explicit_dropout.lab").joinpath("paper.json").read_text())
     if table not in tables:
         raise InputError(
             "table", f"one of {', '.join(name for name in tables if name.startswith('table'))}", repr(table)
         )
     found: dict[str, Any] = tables[table]
-    return dict(found["rows"] if "rows" in found else found["cells"])
+    if "rows" not in found:
+        return dict(found["cells"])
+    return {named(row, **settings): numbers for row, numbers in found["rows"].items()}

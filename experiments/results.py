@@ -1,0 +1,458 @@
+"""docs/results.md from results/: every table, what is missing and the command that goes on, and what follows from it.
+
+    python experiments/results.py              # writes docs/results.md
+    python experiments/results.py --check      # only says whether it is current
+
+Tables and statistics are the report's (`explicit_dropout.lab.report`). The command beside a row is the one in the first
+lines of its experiment file. Nothing is concluded from fewer than five pairs.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from explicit_dropout.lab.config import Run
+from explicit_dropout.lab.experiment import load_experiments, module_of
+from explicit_dropout.lab.report import markdown, results_table
+from explicit_dropout.lab.report.formats import prose
+from explicit_dropout.lab.report.reading import Part, read
+from explicit_dropout.lab.report.tables import (
+    MISSING,
+    Column,
+    Table,
+    configurations_table,
+    diagnostics_table,
+    interval,
+    measured,
+    percent,
+    probability,
+)
+from explicit_dropout.lab.rows import BASELINE, EXPLICIT, named
+from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, differences, holm
+from explicit_dropout.lab.store import Store
+
+HERE = Path(__file__).parent
+ENOUGH = 5
+"""Pairs without which nothing is concluded."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An experiment file as far as it has been run: its module, the command in its first lines, and its parts."""
+
+    file: str
+    module: ModuleType
+    command: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+    def continued(self, row: str | None = None) -> str:
+        """What makes the table, or a row of it, or goes on with it: finished runs are skipped."""
+        return shlex.join([*self.command, *([] if row is None else ["--only", row])])
+
+
+def source(name: str, root: Path) -> Source:
+    path = HERE / f"{name}.py"
+    module = module_of(path)
+    lines = (line.strip() for line in (module.__doc__ or "").splitlines())
+    words = shlex.split(next(line for line in lines if line.startswith("explicit-dropout sweep ")))
+    if "--only" in words:  # examples in the files name a row; the command of a row names its own
+        del words[(at := words.index("--only")) : at + 2]
+    store = Store(root / (words[words.index("--store") + 1] if "--store" in words else "results"))
+    parts = tuple(read(store, experiment, f"experiments/{name}.py") for experiment in load_experiments(path))
+    return Source(name, module, tuple(words), parts)
+
+
+# ---------------------------------------------------------------------------------------------- the page
+
+
+CHOICES = ("recipe", "strength", "strength_gtzan")
+"""Experiments that choose settings, by validation alone: their test numbers are not shown."""
+
+TABLES = ("table1", "table2", "table5", "table3", "table4", "rates", "label_noise", "noise")
+
+
+def page(root: Path) -> str:
+    sources = {name: source(name, root) for name in (*CHOICES, *TABLES)}
+    analyses = {part.experiment.name: part.analysis for found in sources.values() for part in found.parts}
+    lines = [
+        "# Results",
+        "",
+        "<!-- Made by `python experiments/results.py` from results/. Do not edit. -->",
+        "",
+        "The paper's tables beside ours, on real data, as far as they have been run. The runs are in `results/`, and "
+        "`python experiments/results.py` makes this page of them; each row's command makes its runs, or goes on. "
+        "[Reports](report.md) says how the numbers are made: settings are chosen on validation data, ± is a standard "
+        "deviation over n repetitions, differences are paired, intervals are Student's at 95 %. Where a number is "
+        "missing the cell says so. Numbers of the paper stand in columns that say paper, and nowhere else.",
+        "",
+        *overview(sources.values()),
+        *answers(analyses, {name: found.module for name, found in sources.items()}),
+        *beyond_accuracy(analyses.values()),
+        "## How settings were chosen",
+        "",
+    ]
+    for name in CHOICES:
+        for part in sources[name].parts:
+            lines += chosen(sources[name], part)
+    lines += ["## Tables", ""]
+    for name in TABLES:
+        for part in sources[name].parts:
+            lines += tabled(sources[name], part)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def overview(sources: Iterable[Source]) -> list[str]:
+    lines = ["| experiment | runs finished | rows with n ≥ 5 | goes on by |", "| --- | ---: | ---: | --- |"]
+    for found in sources:
+        for part in found.parts:
+            analysis = part.analysis
+            full = sum(row.test.n >= ENOUGH for row in analysis.rows)
+            command = "complete" if analysis.complete else f"`{found.continued()}`"
+            done = f"{analysis.finished} of {analysis.planned}"
+            lines.append(f"| {title(analysis)} | {done} | {full} of {len(analysis.rows)} | {command} |")
+    return [*lines, ""]
+
+
+def title(analysis: Analysis) -> str:
+    name, said = label(analysis), prose(analysis.experiment.title)
+    return said if name == said else f"{name}: {said}"
+
+
+def label(analysis: Analysis) -> str:
+    """Table 4; the title of what is no table of the paper."""
+    number = analysis.experiment.name.removeprefix("table")
+    return f"Table {number}" if number.isdigit() else prose(analysis.experiment.title)
+
+
+def heading(analysis: Analysis) -> list[str]:
+    return [f"### {title(analysis)}", ""]
+
+
+def notes(analysis: Analysis) -> list[str]:
+    said = analysis.experiment.notes
+    return [*(f"- {prose(note)}" for note in said), ""] if said else []
+
+
+def commands(found: Source, analysis: Analysis) -> list[str]:
+    """A command for every row, with how far it is; one for all of them where nothing was run."""
+    if not analysis.finished:
+        return ["```", found.continued(), "```", ""]
+    lines = []
+    for row in analysis.rows:
+        state = "complete" if row.complete else f"{row.finished} of {row.planned} runs"
+        lines.append(f"{found.continued(row.name)}  # {state}")
+    return ["```", *lines, "```", ""]
+
+
+def tabled(found: Source, part: Part) -> list[str]:
+    """A table of test numbers."""
+    analysis = part.analysis
+    lines = [*heading(analysis), *notes(analysis)]
+    if not analysis.finished and not analysis.experiment.paper:
+        return [*lines, f"Not run yet (0 of {analysis.planned} runs).", "", *commands(found, analysis)]
+    table = configurations_table(analysis) if analysis.experiment.paper_cells else results_table(analysis)
+    return [*lines, markdown(table), *commands(found, analysis)]
+
+
+# ---------------------------------------------------------------------------------------------- choices
+
+
+def chosen(found: Source, part: Part) -> list[str]:
+    """Validation numbers of everything that was tried."""
+    analysis = part.analysis
+    lines = [*heading(analysis), *notes(analysis)]
+    if not analysis.finished:
+        return [*lines, f"Not run yet (0 of {analysis.planned} runs).", "", *commands(found, analysis)]
+    if len(analysis.rows) == 1:
+        lines.append(markdown(settings_table(analysis)))
+    else:
+        lines += [markdown(table) for table in strength_tables(analysis)]
+    return [*lines, *commands(found, analysis)]
+
+
+def settings_table(analysis: Analysis) -> Table:
+    """One row of the paper under several settings."""
+    (row,) = analysis.rows
+    labels = differences([c.run for c in row.configurations])
+    return Table(
+        analysis.experiment.name,
+        analysis.experiment.title,
+        f"Validation accuracy of {row.name} in %; n of the planned repetitions.",
+        (Column("settings", "settings", number=False), Column("validation", "validation"), Column("n", "n")),
+        tuple(
+            {
+                "settings": label,
+                "validation": measured(c.validation) if c.validation.n else absent(c),
+                "n": f"{c.validation.n} of {c.planned}",
+            }
+            for c, label in zip(row.configurations, labels, strict=True)
+        ),
+    )
+
+
+def absent(configuration: Configuration) -> str:
+    """Why there is no number."""
+    return "diverged" if configuration.results else "not run"
+
+
+def tokens(run: Run) -> int:
+    """How many tokens an example of a study has."""
+    return {"cifar10": 65, "gtzan_yamnet": 120}[run.data.name]
+
+
+def per_token(run: Run) -> float:
+    """λ of the mean over tokens that is the same penalty."""
+    treatment = run.treatment
+    return float(f"{treatment.strength * (tokens(run) if treatment.reduction == 'sample' else 1):.6g}")
+
+
+def strength_tables(analysis: Analysis) -> Iterator[Table]:
+    """λ across, rows down: validation, and how much of the loss the penalty is at the end."""
+    cells = {(row.name, per_token(c.run)): c for row in analysis.rows for c in row.configurations}
+    across = sorted({strength for _, strength in cells})
+    columns = (
+        Column("row", "row", number=False),
+        *(Column(f"{s:g}", f"{s:g}" if s else "no λ") for s in across),
+    )
+
+    def filled(text: Callable[[Configuration], str]) -> tuple[dict[str, str], ...]:
+        return tuple(
+            {
+                "row": row.name,
+                **{
+                    f"{s:g}": (text(c) if c.validation.n else absent(c)) if (c := cells.get((row.name, s))) else ""
+                    for s in across
+                },
+            }
+            for row in analysis.rows
+        )
+
+    name, shown = analysis.experiment.name, analysis.experiment.title
+    yield Table(
+        name,
+        shown,
+        "Validation accuracy in % (n). Columns are λ of the mean over tokens that is the same penalty.",
+        columns,
+        filled(lambda c: f"{measured(c.validation)} ({c.validation.n})"),
+    )
+    yield Table(
+        f"{name}_share",
+        shown,
+        "λ Σ J of the last epoch in % of the task loss beside it (n).",
+        columns,
+        filled(lambda c: f"{percent(share(c).mean)} ({share(c).n})" if c.run.treatment.has_penalty else MISSING),
+    )
+
+
+def share(configuration: Configuration) -> Estimate:
+    last = [result.metrics[-1] for result in configuration.results if result.metrics]
+    return Estimate(tuple(m["penalty"] / m["train_loss"] for m in last if m["train_loss"] and m["penalty"] is not None))
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Is row `a` better than row `b` of an experiment?"""
+
+    experiment: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    contrasts: tuple[Contrast, ...]
+    same_settings: bool = False  # compare run by run at equal λ, learning rate, seed and split, not the chosen ones
+
+
+def questions(modules: Mapping[str, ModuleType]) -> list[Question]:
+    table1 = modules["table1"]
+    cifar = {"reduction": table1.REDUCTION}
+    settings = {
+        "table1": cifar,
+        "table2": cifar,
+        "table3": {"reduction": modules["table3"].REDUCTION},
+        "table4": {"reduction": modules["table4"].REDUCTIONS[0]},
+    }
+    explicit = named("explicit_v+explicit", law=table1.LAW, **cifar)
+    return [
+        Question(
+            "Does explicit dropout match or beat stochastic dropout?",
+            tuple(
+                Contrast(table, named(row, **given), BASELINE)
+                for table, given in settings.items()
+                for row in ("explicit_v+explicit", "explicit_av+explicit", "none+explicit")
+            ),
+        ),
+        Question(
+            "Are the rows of queries and keys the same under `paper`, as the algebra says?",
+            tuple(
+                Contrast(table, named("explicit_q+explicit", **given), named("explicit_k+explicit", **given))
+                for table, given in settings.items()
+            ),
+            same_settings=True,
+        ),
+        Question(
+            "Do exact laws beat the paper's approximation?",
+            tuple(
+                Contrast(table, named(row, law=law, **given), named(row, **given))
+                for table, given in settings.items()
+                for row in EXPLICIT
+                for law in ("bernoulli", "inverted")
+            ),
+        ),
+        Question(
+            "Does it beat plain activation L2, and no regulariser at all?",
+            tuple(
+                Contrast(table, named("explicit_v+explicit", **given), named(control, **given))
+                for table, given in settings.items()
+                for control in ("none+activation_l2", "none+weight_decay", "none+none")
+            ),
+        ),
+        Question(
+            "Is part of dropout's benefit its noise? Explicit dropout with a little noise against either alone.",
+            tuple(
+                Contrast("noise", named("explicit_v+explicit", law=table1.LAW, **cifar, extra_dropout=rate), other)
+                for rate in (0.05, 0.1)
+                for other in (explicit, named(BASELINE, rate=rate))
+            ),
+        ),
+        Question(
+            "Does it help against label noise?",
+            tuple(
+                Contrast(f"label_noise_{share}", explicit, other)
+                for share in (20, 40)
+                for other in (BASELINE, "none+none", "drop_key+implicit")
+            ),
+        ),
+    ]
+
+
+def answers(analyses: Mapping[str, Analysis], modules: Mapping[str, ModuleType]) -> list[str]:
+    lines = ["## Answers", ""]
+    for question in questions(modules):
+        lines += [f"### {question.text}", "", *answered(question, analyses), ""]
+    return lines
+
+
+def answered(question: Question, analyses: Mapping[str, Analysis]) -> Iterator[str]:
+    """What five repetitions and more say; of the others, how many there are."""
+    found = {c: pairs(analyses[c.experiment], c, same_settings=question.same_settings) for c in question.contrasts}
+    p_values = {str(c): f.estimate.p for c, f in found.items() if f.n >= ENOUGH and f.estimate.p is not None}
+    adjusted = holm(p_values, family=len(question.contrasts))
+    for name in dict.fromkeys(contrast.experiment for contrast in question.contrasts):
+        own = {contrast: pairing for contrast, pairing in found.items() if contrast.experiment == name}
+        for contrast, pairing in own.items():
+            if pairing.n >= ENOUGH:
+                p = adjusted.get(str(contrast))
+                said = same(contrast, pairing) if question.same_settings else verdict(contrast, pairing, p)
+                yield f"- {label(analyses[name])}: {said}"
+        few = [pairing.n for pairing in own.values() if pairing.n < ENOUGH]
+        if few:
+            n = f"{min(few)} to {max(few)}" if min(few) < max(few) else str(few[0])
+            left = f" for {len(few)} of {len(own)} comparisons" if len(few) < len(own) else ""
+            yield f"- {label(analyses[name])}: not enough runs yet{left} (n = {n})."
+
+
+class Pairs(NamedTuple):
+    """Differences of two rows in the test metric, over n seeds and splits. `complete` if all their runs are there."""
+
+    estimate: Estimate
+    n: int
+    complete: bool
+
+
+def pairs(analysis: Analysis, contrast: Contrast, *, same_settings: bool) -> Pairs:
+    a, b = (analysis[name] for name in (contrast.a, contrast.b))
+    compared = [(a.chosen, b.chosen)] if a.chosen and b.chosen else []
+    if same_settings:
+        twins = {twin(c.run): c for c in b.configurations}
+        compared = [(c, twins[twin(c.run)]) for c in a.configurations if twin(c.run) in twins]
+    repetitions: set[tuple[int, int]] = set()
+    values: list[float] = []
+    for ours, theirs in compared:
+        shared = sorted(ours.scores.keys() & theirs.scores.keys())
+        repetitions |= set(shared)
+        values += [ours.scores[pair] - theirs.scores[pair] for pair in shared]
+    return Pairs(Estimate(tuple(values)), len(repetitions), a.complete and b.complete)
+
+
+def twin(run: Run) -> Run:
+    """A run without its place of the penalty in attention."""
+    return replace(run, treatment=replace(run.treatment, attention="none"))
+
+
+def verdict(contrast: Contrast, found: Pairs, p: float | None) -> str:
+    """Better or worse only if that holds beside all comparisons of the question."""
+    a, b, estimate = f"`{contrast.a}`", f"`{contrast.b}`", found.estimate
+    provisional = "" if found.complete else " Provisional: runs of these rows are missing."
+    if estimate.mean is None or p is None:
+        return f"all {found.n} differences of {a} to {b} are {percent(estimate.mean, signed=True)} points.{provisional}"
+    said = f"{percent(estimate.mean, signed=True)} points, {interval(estimate, signed=True)}, n = {found.n}"
+    said += f", p (Holm) {probability(p)}"
+    if p < 0.05:
+        return f"{a} is {'better' if estimate.mean > 0 else 'worse'} than {b} ({said}).{provisional}"
+    return f"no difference is shown between {a} and {b} ({said}).{provisional}"
+
+
+def same(contrast: Contrast, found: Pairs) -> str:
+    """Of two rows that should be one: how many runs came to the same number, and how far the others are apart."""
+    values = found.estimate.values
+    equal = sum(value == 0 for value in values)
+    return (
+        f"at the same λ, learning rate, seed and split {equal} of {len(values)} runs of `{contrast.a}` have the score "
+        f"of `{contrast.b}`; the others are at most {percent(max(map(abs, values)))} points apart, "
+        f"{percent(found.estimate.mean, signed=True)} in the mean over all (n = {found.n} seeds)."
+    )
+
+
+DIAGNOSED = ("row", "train_metric", "gap", "train_loss", "test_loss", "calibration_error", "n")
+
+
+def beyond_accuracy(analyses: Iterable[Analysis]) -> list[str]:
+    """Fit, generalisation gap, likelihood and calibration of the rows with enough repetitions."""
+    lines = ["## Beyond accuracy", ""]
+    for analysis in analyses:
+        if analysis.experiment.name in CHOICES:
+            continue
+        enough = [row for row in analysis.rows if row.test.n >= ENOUGH]
+        if enough:
+            table = diagnostics_table(replace(analysis, rows=tuple(enough)))
+            columns = tuple(column for column in table.columns if column.key in DIAGNOSED)
+            lines += [f"{title(analysis)}:", "", markdown(replace(table, columns=columns))]
+        else:
+            most = max(row.test.n for row in analysis.rows)
+            lines += [f"{title(analysis)}: not enough runs yet (n = {most}).", ""]
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make docs/results.md from results/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page is not current")
+    given = parser.parse_args(arguments)
+    root = HERE.parent
+    target = root / "docs" / "results.md"
+    made = page(root)
+    current = target.exists() and target.read_text(encoding="utf-8") == made
+    if given.check:
+        print(
+            "docs/results.md is current."
+            if current
+            else "docs/results.md is not current: python experiments/results.py"
+        )
+        return 0 if current else 1
+    target.write_text(made, encoding="utf-8")
+    print(f"{target.relative_to(root)} {'is as it was' if current else 'is new'}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
