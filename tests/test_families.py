@@ -124,6 +124,8 @@ def test_every_term_is_the_closed_form_of_what_plain_hooks_see(name: str, law: s
         torch.testing.assert_close(
             terms[site].double(), value.double(), rtol=2e-5, atol=0, msg=lambda m, s=site: f"{s}: {m}"
         )
+    weighted = sum(strength * expected[site].double() for site, strength in reg.strengths().items())
+    torch.testing.assert_close(total.detach().double(), weighted.detach(), rtol=2e-5, atol=0)
     for site in reg.sites:
         weight = site.projection.module.get_parameter(site.projection.weight)
         assert weight.grad is not None

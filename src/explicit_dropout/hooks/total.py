@@ -85,7 +85,8 @@ class Total:
         kept[key] = found
         if not any(isinstance(share.counted, Tensor) for share in group):
             return found
-        counts = [torch.as_tensor(share.counted, device=device).clamp(min=1) for share in group]
+        one = torch.ones((), dtype=torch.long, device=device)  # where the numbers have been divided already
+        counts = [share.counted.clamp(min=1) if isinstance(share.counted, Tensor) else one for share in group]
         counted = torch.cat([count.expand(length) for count, length in zip(counts, lengths, strict=True)])
         return found[0] / counted, found[1] / counted
 
