@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 import explicit_dropout as xd
+from launching import launched
 
 transformers = pytest.importorskip("transformers")
 lightning = pytest.importorskip("lightning")
@@ -394,7 +394,7 @@ RUN += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'
 
 def run_example(*command):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    ran = launched(command, cwd=ROOT, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

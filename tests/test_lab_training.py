@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +20,7 @@ from explicit_dropout.lab.training import Watch, build, train
 from explicit_dropout.lab.training.batches import batches, steps_per_epoch
 from explicit_dropout.lab.training.schedule import learning_rate
 from explicit_dropout.lab.training.step import Step
+from launching import launched
 
 SMALL = Model(layers=2, width=16, heads=2, hidden=16, patch=4, read="mean")
 QUICK = Training(epochs=4, batch=32, learning_rate=5e-3)
@@ -180,9 +180,7 @@ def test_two_processes_under_torchrun_train_as_one_does(seed: int, tmp_path: Pat
         "--store", str(tmp_path / "two"), "--device", "cpu", "--deterministic", "--keep-checkpoint", "--quiet",
         "--threads", "1",
     ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    done = launched(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = weights(alone), weights(folder)
     for name in first:
