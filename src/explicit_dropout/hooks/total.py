@@ -78,7 +78,7 @@ class Total:
         found = self._kept.get(key)
         if found is None:
             both = torch.tensor([numbers, units], dtype=dtype)
-            both = both.repeat_interleave(torch.tensor(lengths), dim=1) if max(lengths) > 1 else both
+            both = both if set(lengths) == {1} else both.repeat_interleave(torch.tensor(lengths), dim=1)
             if device.type == "cuda":  # without waiting for the GPU
                 both = both.pin_memory().to(device, non_blocking=True)
             found = both[0], both[1]

@@ -237,7 +237,8 @@ def attend(
     out = torch.empty_like(q)
     if q.numel():
         settings = _settings(q, heads, dropped, renormalise, rate)
-        _forward[(len(q) * heads,)](q, k, v, q if dropped is None else dropped, out, *settings, num_warps=4)
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current one
+            _forward[(len(q) * heads,)](q, k, v, q if dropped is None else dropped, out, *settings, num_warps=4)
     return out
 
 
@@ -247,6 +248,7 @@ def gradients(
     """The gradients of queries, keys and values, given that of what is attended."""
     results = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel():
-        settings = _settings(q, heads, dropped, renormalise, rate)
-        _backward[(len(q) * heads,)](q, k, v, q if dropped is None else dropped, out, *results, *settings, num_warps=4)
+        settings, mask = _settings(q, heads, dropped, renormalise, rate), q if dropped is None else dropped
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+            _backward[(len(q) * heads,)](q, k, v, mask, out, *results, *settings, num_warps=4)
     return results
