@@ -32,6 +32,16 @@ NO_CAUSAL_TRACE = ("GPT-2", "Q+FF paper, literal traces")
 pytestmark = pytest.mark.filterwarnings("ignore:.*loss_type.*")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiler_as_it_was():
+    """Benchmarks tell the compiler what other tests should not hear."""
+    config = torch._dynamo.config
+    kept = {name: getattr(config, name) for name in ("skip_nnmodule_hook_guards", "recompile_limit")}
+    with config.patch(**kept):
+        yield
+    torch._dynamo.reset()
+
+
 def tiny(name: str = "ViT", dropout: float = 0.0) -> torch.nn.Module:
     torch.manual_seed(0)
     model = TINY[name].make(dropout).train()

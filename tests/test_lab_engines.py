@@ -171,7 +171,7 @@ last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
 export SLURM_ARRAY_JOB_ID=77 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0
 export SLURM_JOB_NODELIST=here
 for task in $(seq 0 $last); do
-    SLURM_JOB_ID=$((77 + task)) SLURM_ARRAY_TASK_ID=$task bash "$script" >/dev/null 2>&1 &
+    SLURM_JOB_ID=$((77 + task)) SLURM_ARRAY_TASK_ID=$task bash "$FAKE_SLURM/submitted.sh" >/dev/null 2>&1 &
 done
 echo "Submitted batch job 77"
 """,
