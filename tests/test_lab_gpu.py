@@ -31,9 +31,17 @@ def root(tmp_path_factory) -> Path:
     return folder
 
 
-def trained(row: str, root: Path, store: Path, law: str = "paper", watch: Watch | None = None, **how) -> RunFolder:
+def trained(
+    row: str,
+    root: Path,
+    store: Path,
+    law: str = "paper",
+    watch: Watch | None = None,
+    training: Training = TRAINING,
+    **how,
+) -> RunFolder:
     (treatment,) = treatments(row, [1e-2], law=law)
-    run = Run(Data("features", folder="made.npz"), MODEL, treatment, TRAINING)
+    run = Run(Data("features", folder="made.npz"), MODEL, treatment, training)
     folder = Store(store).folder(run)
     train(run, folder, replace(EXACT, data_root=str(root), **how), watch)
     return folder
@@ -65,6 +73,13 @@ def test_a_compiled_graph_trains_as_the_eager_step_within_rounding(row: str, roo
     stochastic = "drop_key" in row  # compiled code draws other masks
     assert second["train_loss"] == pytest.approx(first["train_loss"], rel=0.1 if stochastic else 1e-3)
     assert course(compiled)[-1]["train_loss"] < first["train_loss"]
+
+
+def test_a_cuda_graph_holds_the_steps_of_muon(root: Path, tmp_path: Path) -> None:
+    muon = replace(TRAINING, optimiser="muon", weight_decay=0.01)
+    eager = trained("explicit_v+explicit", root, tmp_path / "eager", training=muon)
+    graph = trained("explicit_v+explicit", root, tmp_path / "graph", training=muon, cuda_graphs=True)
+    assert course(eager) == course(graph)
 
 
 class Interrupt(Watch):

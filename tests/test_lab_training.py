@@ -27,6 +27,7 @@ QUICK = Training(epochs=4, batch=32, learning_rate=5e-3)
 DIGITS = Data("digits", examples=128)
 RUN = Run(DIGITS, SMALL, Treatment("explicit_v", "explicit", strength=1e-2), QUICK)
 STOCHASTIC = replace(RUN, treatment=Treatment("drop_key", "implicit", drop_path=0.1))
+MUON = replace(RUN, training=replace(QUICK, optimiser="muon", weight_decay=0.01))
 EXACT = Execution(device="cpu", deterministic=True, keep_checkpoint=True)
 
 
@@ -88,7 +89,7 @@ def test_a_model_learns_and_its_course_is_written_down(tmp_path: Path) -> None:
     assert json.loads((folder.path / "environment.json").read_text())["dataset"]["name"] == "digits"
 
 
-@pytest.mark.parametrize("run", [RUN, STOCHASTIC], ids=["explicit", "stochastic"])
+@pytest.mark.parametrize("run", [RUN, STOCHASTIC, MUON], ids=["explicit", "stochastic", "muon"])
 def test_the_same_command_twice_gives_the_same_bits_resumed_or_not(run: Run, tmp_path: Path) -> None:
     whole, again = trained(run, tmp_path / "whole"), trained(run, tmp_path / "again")
     assert_same_bits(whole, again)

@@ -262,6 +262,8 @@ class Training(Settings):
     """How a model is trained.
 
     Args:
+        optimiser: adam (with L2), adamw (with decoupled decay), or muon: orthogonal steps for the matrices of the
+            layers, AdamW for all else.
         schedule: cosine to `final_learning_rate` after the warm-up; step: ÷ 10 after every epoch; or constant.
         select: the weights that are tested: those of the last epoch, or of the best on validation.
         clip: largest norm of the gradient; 0 for none.
@@ -270,7 +272,7 @@ class Training(Settings):
 
     epochs: int = 30
     batch: int = 128
-    optimiser: Literal["adam", "adamw"] = "adamw"
+    optimiser: Literal["adam", "adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     schedule: Literal["cosine", "step", "constant"] = "cosine"

@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 from explicit_dropout.lab import metrics
 from explicit_dropout.lab.config import Execution, Run
 from explicit_dropout.lab.penalties import Penalty
+from explicit_dropout.lab.training.optimisers import optimiser
 
 WARM_UP_STEPS = 3
 """Steps before a CUDA graph is captured: libraries allocate their workspaces in them."""
@@ -135,30 +136,11 @@ class Step:
         with torch.no_grad():
             for name, tensor in self.model.state_dict().items():
                 tensor.copy_(weights[name])
-            for number, parameter in enumerate(self.optimiser.param_groups[0]["params"]):
+            parameters = (p for group in self.optimiser.param_groups for p in group["params"])
+            for number, parameter in enumerate(parameters):
                 for name, tensor in self.optimiser.state[parameter].items():
                     before = moments.get(number, {}).get(name)
                     tensor.zero_() if before is None else tensor.copy_(before)
         if self.sums is not None:
             self.sums.zero_()
         torch.cuda.set_rng_state(random, self.device)
-
-
-def optimiser(model: nn.Module, run: Run, device: torch.device) -> torch.optim.Optimizer:
-    """Adam with L2, or AdamW with decoupled decay, over all parameters, fused."""
-    on_gpu = device.type == "cuda"
-    kind = torch.optim.Adam if run.training.optimiser == "adam" else torch.optim.AdamW
-    rate = run.training.learning_rate
-    return kind(
-        model.parameters(),
-        lr=torch.tensor(rate, device=device) if on_gpu else rate,  # a CUDA graph reads it anew at every replay
-        weight_decay=weight_decay(run),
-        fused=True,
-        capturable=on_gpu,
-    )
-
-
-def weight_decay(run: Run) -> float:
-    """The decay that training has in any case, and that of the control row."""
-    own = run.treatment.strength if run.treatment.feed_forward == "weight_decay" else 0.0
-    return run.training.weight_decay + own

@@ -24,11 +24,11 @@ from explicit_dropout.lab.training.batches import batches, steps_per_epoch
 from explicit_dropout.lab.training.environment import environment
 from explicit_dropout.lab.training.evaluation import EVALUATION_BATCH, predictions, scores
 from explicit_dropout.lab.training.loop import TRAINING_EXAMPLES_SCORED, build, number_of_parameters
+from explicit_dropout.lab.training.optimisers import optimiser, weight_decay
 from explicit_dropout.lab.training.randomness import generator
 from explicit_dropout.lab.training.record import Record, Weights, cpu_copy
 from explicit_dropout.lab.training.schedule import learning_rate
 from explicit_dropout.lab.training.stacked import Adam, Stack, clip, mapped, mapped_to_all
-from explicit_dropout.lab.training.step import optimiser, weight_decay
 from explicit_dropout.lab.training.watching import TensorBoard, Watch
 from explicit_dropout.stochastic import recording
 
@@ -37,6 +37,8 @@ Finished = Callable[[Run], None]
 
 def fits(run: Run) -> Run:
     """What runs that are trained together have in common: the run with everything else at one value."""
+    if run.training.optimiser == "muon":  # its steps are those of whole matrices: every run is alone
+        return run
     training = replace(
         run.training, epochs=1, learning_rate=1.0, weight_decay=0.0, schedule="constant", warm_up_epochs=0.0,
         final_learning_rate=0.0, clip=0.0, select="last", validate_every=1,
