@@ -293,6 +293,10 @@ def questions(modules: Mapping[str, ModuleType]) -> list[Question]:
             ),
         ),
         Question(
+            "Does stochastic dropout itself help, against no regulariser at all?",
+            tuple(Contrast(table, row, "none+none") for table in settings for row in (BASELINE, "drop_key+implicit")),
+        ),
+        Question(
             "Are the rows of queries and keys the same under `paper`, as the algebra says?",
             tuple(
                 Contrast(table, named("explicit_q+explicit", **given), named("explicit_k+explicit", **given))

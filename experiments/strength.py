@@ -3,10 +3,12 @@
     explicit-dropout sweep experiments/strength.py --device cuda --compile --cuda-graphs
     explicit-dropout report experiments/strength.py
 
-Cost: 18 runs of 30 epochs, about 20 seconds each on an H200. Table 1's recipe but for its length.
+Cost: 14 runs of 15 epochs, ten to fifteen seconds each on an H200. Table 1's recipe but for its length.
 
 Images have 65 tokens each, so a sum over tokens at λ is a mean over tokens at 65 λ: both reductions are one axis. The
-paper's λ, 1e-4 to 5e-3, are 0.0065 to 0.325 of that axis as sums, and end at 0.005 as means, where the study has a run.
+paper's λ, 1e-4 to 5e-3, are 0.0065 to 0.325 of that axis as sums, and end at 0.005 as means. What came of it: sums at
+the paper's λ hurt from the smallest on, and those of queries, keys and Arora's form collapse, as rows of the paper's
+tables do; means at λ = 1e-3 do not hurt. Table 1 has those.
 """
 
 from dataclasses import replace
@@ -17,14 +19,15 @@ from explicit_dropout.lab.experiment import Experiment, module_of
 from explicit_dropout.lab.rows import treatments
 
 TABLE1 = module_of(Path(__file__).with_name("table1.py"))
-EPOCHS = 30
-SUMS, MEANS = (1e-3, 1e-4, 5e-3), (5e-3,)
-ROWS = ("explicit_v+explicit", "explicit_q+explicit", "none+explicit")
+EPOCHS = 15
+SUMS, MEANS = (1e-3, 1e-4, 5e-3), (1e-3,)
+ROWS = ("explicit_v+explicit", "explicit_q+explicit")
 TREATMENTS = (
     *treatments("none+none", [0.0]),
     *treatments("none+implicit", [0.0]),
     *(t for row in ROWS for t in treatments(row, SUMS, reduction="sample")),
-    *(t for row in ROWS for t in treatments(row, MEANS)),
+    *treatments("explicit_v+explicit", MEANS),
+    *treatments("none+explicit", (1e-3,), reduction="sample"),
     *treatments("arora_q+explicit", (1e-3, 5e-3), reduction="sample"),
     *treatments("explicit_k+explicit", (1e-3,), reduction="sample"),  # by the algebra, what explicit_q is
     *treatments("explicit_v+explicit", (1e-3,), reduction="sample", law="inverted"),

@@ -62,7 +62,7 @@ def test_the_study_on_cifar_is_small_and_begins_with_its_references():
     runs = list(runs_of("strength").values())
     assert len(runs) <= 26
     assert [run.row for run in runs[:2]] == ["none+none", "none+implicit"]
-    assert {run.training.epochs for run in runs} == {30}
+    assert {run.training.epochs for run in runs} == {15}
 
 
 @pytest.mark.parametrize("reductions", [("token",), ("sample", "token")])
@@ -83,6 +83,7 @@ def test_finished_runs_of_table_4_stay_its_evidence_whatever_the_reduction(reduc
 @pytest.mark.parametrize("name", ["table1", "table3"])
 def test_another_reduction_renames_the_rows_with_penalties_and_no_others(name, monkeypatch):
     table = module_of(ROOT / "experiments" / f"{name}.py")
+    monkeypatch.setattr(table, "REDUCTION", "token")
     before = table.experiment()
     monkeypatch.setattr(table, "REDUCTION", "sample")
     after = table.experiment()

@@ -67,7 +67,7 @@ def test_values_and_gradients_are_those_of_explicit_weights(shape, treatment):
     for mine, theirs in zip([found, *(x.grad for x in given)], [out, *(x.grad for x in expected)], strict=True):
         assert mine.shape == theirs.shape
         assert mine.dtype == HALF
-        error = (mine.double() - theirs).norm() / theirs.norm().clamp(min=1e-6)
+        error = (mine.double() - theirs).norm() / theirs.norm().clamp(min=1e-3)  # of one token, q and k have none
         assert error < 1.2e-2 or not theirs.numel()
 
 
