@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ COMMANDS = {
     "growth-h200": "python benchmarks/growth.py --device cuda --output results/benchmarks/growth-h200",
     "growth-cpu": "python benchmarks/growth.py --output results/benchmarks/growth-cpu",
     "trainer-h200": "python benchmarks/trainer.py --output results/benchmarks/trainer-h200",
+    "attention-h200": "python benchmarks/attention.py --output results/benchmarks/attention-h200",
     "augmentation-h200": "python benchmarks/augmentation.py --output results/benchmarks/augmentation-h200",
     "functional-cpu": "python benchmarks/functional.py --output results/benchmarks/functional-cpu",
     "functional-h200": "python benchmarks/functional.py --device cuda --output results/benchmarks/functional-h200",
@@ -216,7 +217,27 @@ def trainer(results: dict[str, Any]) -> str:
         for row in whole(result["rows"])
     ]
     parts = [f"{machine(result)}.", table(["batch", "mode", "row", "images/s", "from – to"], lines), *notes(result)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *busy([row for row in whole(result["rows"]) if row["batch"] == 512])])
+
+
+def busy(rows: Sequence[Row]) -> Iterator[str]:
+    """Where the time of a step goes, for the rows that were profiled."""
+    profiled = {row["row"]: row["profile"] for row in rows if "kinds" in row.get("profile", {})}
+    if not profiled:
+        return
+    kinds = dict.fromkeys(kind for profile in profiled.values() for kind in profile["kinds"])
+    lines = [[kind, *(f"{1000 * p['kinds'].get(kind, 0.0):,.0f}" for p in profiled.values())] for kind in kinds]
+    lines.append(["**in all**", *(f"**{1000 * p['busy_ms']:,.0f}**" for p in profiled.values())])
+    yield "Microseconds that the GPU is busy in a step at batch 512, by what its kernels are for:"
+    yield table(["", *(f"`{row}`" for row in profiled)], lines)
+
+
+def short_attention(results: dict[str, Any]) -> str:
+    result = results["attention-h200"]
+    if result is None:
+        return missing("attention-h200")
+    lines = [[row["kind"], f"{row['forward']:.0f}", f"{row['both']:.0f}"] for row in result["rows"]]
+    return f"{machine(result)}, {result['shape']}.\n\n" + table(["µs", "forward", "forward and backward"], lines)
 
 
 def augmentation(results: dict[str, Any]) -> str:
@@ -303,6 +324,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "growth-h200": curves("growth-h200"),
     "growth-cpu": curves("growth-cpu"),
     "trainer-h200": trainer,
+    "attention-h200": short_attention,
     "augmentation-h200": augmentation,
     "commands": commands,
 }

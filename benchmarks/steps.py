@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -150,12 +151,34 @@ def gpu_profile(step: Step) -> dict[str, Any]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kernels.setdefault(event.name[:80], []).append(event.device_time / 1000 / steps)
     totals = sorted(((sum(times), len(times) / steps, name) for name, times in kernels.items()), reverse=True)
+    kinds: dict[str, float] = {}
+    for total, _, name in totals:
+        kinds[kind(name)] = kinds.get(kind(name), 0.0) + total
     own = [entry for entry in totals[12:] if entry[2].startswith(OWN)]
     return {
         "busy_ms": sum(total for total, _, _ in totals),
         "launches": sum(number for _, number, _ in totals),
+        "kinds": dict(sorted(kinds.items(), key=lambda entry: -entry[1])),
         "kernels": [{"name": name, "ms": total, "launches": number} for total, number, name in totals[:12] + own],
     }
+
+
+KINDS = {
+    "products of matrices": r"nvjet|gemm|cublas|cutlass|wgmma(?!.*sdpa)|splitKreduce",
+    "attention": r"^_forward|^_backward|sdpa|flash|fmha",
+    "penalties": r"^_energies|^_gradients|^_scores|^_score_|^_spread|^_causal|^_weight|^_columns",
+    "optimiser": r"multi_tensor_apply|[Aa]dam|lerp",
+    "LayerNorm, with what is fused into it": r"layer_norm|GammaBeta",
+    "GELU, with what is fused into it": r"gelu",
+    "dropout": r"dropout|philox|rand|bernoulli",
+    "sums over rows, such as gradients of biases": r"reduce_kernel|_red_fused|_per_fused",
+    "copies, casts and zeros": r"copy|Memcpy|Memset|FillFunctor|CatArray|zero",
+}
+"""What kernels do, by their names: the first pattern that is found decides."""
+
+
+def kind(name: str) -> str:
+    return next((words for words, pattern in KINDS.items() if re.search(pattern, name)), "all else")
 
 
 OWN = ("_energies", "_gradients", "_scores", "_causal", "_weight")

@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--optimiser", choices=["adamw", "muon"], default="adamw")
     parser.add_argument("--seconds", type=float, default=2.0, help="of measurement for each row")
     parser.add_argument("--profile", action="store_true", help="also say in the JSON what the GPU was busy with")
     parser.add_argument("--output", type=Path, help="path without ending: .json and .md are written after every row")
@@ -111,9 +112,8 @@ def main() -> None:
                 continue
             for row in options.rows:
                 (treatment,) = treatments(row.split(" [")[0], [1e-3], law=ROWS[row])
-                run = Run(
-                    dataset_settings, model, treatment, Training(batch=size, precision=precision, label_smoothing=0.1)
-                )
+                training = Training(batch=size, precision=precision, label_smoothing=0.1, optimiser=options.optimiser)
+                run = Run(dataset_settings, model, treatment, training)
                 execution = replace(MODES[mode], device=options.device)
                 found = measure(run, execution, dataset, options.seconds, options.profile)
                 rows.append({"batch": size, "mode": mode, "row": row, **found})
