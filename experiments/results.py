@@ -1,7 +1,7 @@
 """docs/results.md from results/: every table, what is missing and the command that goes on, and what follows from it.
 
-    python experiments/results.py              # writes docs/results.md
-    python experiments/results.py --check      # only says whether it is current
+    python experiments/results.py              # writes docs/results.md, and its summary in README.md
+    python experiments/results.py --check      # only says whether they are current
 
 Tables and statistics are the report's (`explicit_dropout.lab.report`). The command beside a row is the one in the first
 lines of its experiment file. Nothing is concluded from fewer than five pairs.
@@ -273,15 +273,17 @@ class Question:
     same_settings: bool = False  # compare run by run at equal λ, learning rate, seed and split, not the chosen ones
 
 
+def reductions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
+    """How the tables of the paper average J here."""
+    cifar = modules["table1"].REDUCTION
+    others = {"table3": modules["table3"].REDUCTION, "table4": modules["table4"].REDUCTIONS[0]}
+    return {"table1": cifar, "table2": cifar, **others}
+
+
 def questions(modules: Mapping[str, ModuleType]) -> list[Question]:
     table1 = modules["table1"]
-    cifar = {"reduction": table1.REDUCTION}
-    settings = {
-        "table1": cifar,
-        "table2": cifar,
-        "table3": {"reduction": modules["table3"].REDUCTION},
-        "table4": {"reduction": modules["table4"].REDUCTIONS[0]},
-    }
+    settings = {table: {"reduction": reduction} for table, reduction in reductions(modules).items()}
+    cifar = settings["table1"]
     explicit = named("explicit_v+explicit", law=table1.LAW, **cifar)
     return [
         Question(
@@ -438,24 +440,61 @@ def beyond_accuracy(analyses: Iterable[Analysis]) -> list[str]:
     return lines
 
 
+# ---------------------------------------------------------------------------------------------- README
+
+
+SUMMARISED = {
+    "no regulariser": "none+none",
+    "`nn.Dropout` in feed-forward layers": BASELINE,
+    "the same, and DropKey": "drop_key+implicit",
+    "explicit, feed-forward": "none+explicit",
+    "explicit, values and feed-forward": "explicit_v+explicit",
+    "explicit, attended values and feed-forward": "explicit_av+explicit",
+    "explicit, queries and feed-forward": "explicit_q+explicit",
+    "activation L2": "none+activation_l2",
+}
+"""Rows of the summary."""
+
+COLUMNS = {"table1": "CIFAR-10", "table2": "CIFAR-100", "table3": "THUMOS14-I3D", "table4": "GTZAN-YAMNet"}
+MARKS = "<!-- begin results -->", "<!-- end results -->"
+
+
+def summary(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> str:
+    """Test numbers of the rows that answers are about, as far as there are five of each."""
+    lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---|" * len(COLUMNS)]
+    for words, row in SUMMARISED.items():
+        cells = []
+        for name in COLUMNS:
+            test = analyses[name][named(row, reduction=reductions[name])].test
+            cells.append(measured(test) if test.n >= ENOUGH else MISSING)
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def readme(root: Path) -> str:
+    """README.md with its summary made anew."""
+    sources = {name: source(name, root) for name in COLUMNS}
+    analyses = {part.experiment.name: part.analysis for found in sources.values() for part in found.parts}
+    text = (root / "README.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    made = summary(analyses, reductions({name: found.module for name, found in sources.items()}))
+    return f"{before}{MARKS[0]}\n\n{made}\n\n{MARKS[1]}{after}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make docs/results.md from results/.")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page is not current")
+    parser = argparse.ArgumentParser(description="Make docs/results.md, and its summary in README.md, from results/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if one of them is not current")
     given = parser.parse_args(arguments)
     root = HERE.parent
-    target = root / "docs" / "results.md"
-    made = page(root)
-    current = target.exists() and target.read_text(encoding="utf-8") == made
-    if given.check:
-        print(
-            "docs/results.md is current."
-            if current
-            else "docs/results.md is not current: python experiments/results.py"
-        )
-        return 0 if current else 1
-    target.write_text(made, encoding="utf-8")
-    print(f"{target.relative_to(root)} {'is as it was' if current else 'is new'}.")
-    return 0
+    made = {root / "docs" / "results.md": page(root), root / "README.md": readme(root)}
+    stale = [path for path, text in made.items() if path.read_text(encoding="utf-8") != text]
+    for path in made:
+        print(f"{path.relative_to(root)} {'is not current' if path in stale else 'is current'}.")
+        if path in stale and not given.check:
+            path.write_text(made[path], encoding="utf-8")
+            print("  written anew.")
+    return 1 if given.check and stale else 0
 
 
 if __name__ == "__main__":

@@ -126,6 +126,8 @@ def test_a_sum_over_tokens_is_a_mean_over_tokens_at_as_many_times_the_strength(r
 def test_the_page_of_results_is_current(page_maker):
     written = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert written == page_maker.page(ROOT), "run python experiments/results.py"
+    written = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert written == page_maker.readme(ROOT), "run python experiments/results.py"
 
 
 def test_with_nothing_run_no_cell_of_ours_has_a_number_and_nothing_is_concluded(page_maker, tmp_path):
@@ -186,7 +188,10 @@ def test_five_pairs_make_a_verdict_and_four_do_not(page_maker, difference, said)
 def test_the_page_can_be_checked_from_the_command_line(page_maker, capsys, monkeypatch, tmp_path):
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(page_maker, "HERE", tmp_path / "experiments")
-    monkeypatch.setattr(page_maker, "page", lambda _: "made")
+    for name, text in (("page", "made"), ("readme", "made, too")):
+        monkeypatch.setattr(page_maker, name, lambda _, text=text: text)
+    for path in (tmp_path / "docs" / "results.md", tmp_path / "README.md"):
+        path.write_text("old")
     assert page_maker.main(["--check"]) == 1
     assert page_maker.main([]) == 0
     assert page_maker.main(["--check"]) == 0

@@ -75,6 +75,13 @@ def test_a_compiled_graph_trains_as_the_eager_step_within_rounding(row: str, roo
     assert course(compiled)[-1]["train_loss"] < first["train_loss"]
 
 
+@pytest.mark.parametrize("row", ["explicit_v+explicit", "drop_key+implicit"])
+def test_a_compiled_run_made_again_is_the_same_run(row: str, root: Path, tmp_path: Path) -> None:
+    how = {"compile": True, "cuda_graphs": True, "deterministic": False}
+    first, second = (trained(row, root, tmp_path / name, **how) for name in ("first", "second"))
+    assert course(first) == course(second)
+
+
 def test_a_cuda_graph_holds_the_steps_of_muon(root: Path, tmp_path: Path) -> None:
     muon = replace(TRAINING, optimiser="muon", weight_decay=0.01)
     eager = trained("explicit_v+explicit", root, tmp_path / "eager", training=muon)
