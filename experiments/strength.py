@@ -44,9 +44,9 @@ def experiment() -> Experiment:
         notes=(
             "One seed each. Validation images decide; what the test images say plays no part.",
             "65 tokens: a sample mean (sum over tokens) at λ is a token mean at 65 λ.",
-            "As sums, penalties of queries, of keys and of Arora's form cost much at λ = 1e-3 and more, and more than those "
-            "of values. At the smallest λ of the paper's grid they do not collapse. So sums over tokens explain the "
-            "collapsed rows of the paper's tables only if λ was not chosen from the whole grid for them, or if their sums "
-            "were larger still.",
+            "As sums, penalties of queries, of keys and of Arora's form cost much at λ = 1e-3 and more, and more than "
+            "those of values. At the smallest λ of the paper's grid they do not collapse. So sums over tokens explain "
+            "the collapsed rows of the paper's tables only if λ was not chosen from the whole grid for them, or if "
+            "their sums were larger still.",
         ),
     )

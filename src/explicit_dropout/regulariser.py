@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Literal, Self
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from explicit_dropout import kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term
 from explicit_dropout.hooks.plan import Plan
@@ -206,29 +207,32 @@ class ExplicitDropout:
             raise silent_sites(silent, len(self.sites))
         step, self.calls = self.calls, self.calls + 1
         strengths = {name: self._schedules[name].at(step) for name in fired}
-        return self._total.of([
-            share for firing in _firings(forwards) for share in self._shares(firing, strengths[firing[0].site])
-        ])  # fmt: skip
+        shares: list[Share] = []
+        for firing in _firings(forwards):
+            shares += self._shares(firing, strengths[firing[0].site])
+        return self._total.of(shares)
 
-    def _shares(self, firing: list[Term], strength: float) -> Iterator[Share]:
+    def _shares(self, firing: list[Term], strength: float) -> list[Share]:
         """What one firing of a site adds, over all forward passes as one batch."""
         name = firing[0].site
-        counted = sum(term.tokens if self.reduction == "token" else term.samples for term in firing)
+        counted = sum([term.tokens if self.reduction == "token" else term.samples for term in firing])
+        shares: list[Share] = []
         later: list[Tensor] = []
         for term in firing:
             if term.penalty is not None:
-                yield Share(name, strength, term.factor, counted, term.penalty)
+                shares.append(Share(name, strength, term.factor, counted, term.penalty))
             elif term.columns is not None and term.norms is not None:
-                yield Share(name, strength, term.factor, counted, term.columns, term.norms)
+                shares.append(Share(name, strength, term.factor, counted, term.columns, term.norms))
             elif term.columns is not None:
                 later.append(term.columns)
         if later:
             weight, factor = self._weight(name), firing[0].factor
             if is_sharded(weight):
-                yield Share(name, strength, factor, counted, sharded_energy(later, weight))
+                shares.append(Share(name, strength, factor, counted, sharded_energy(later, weight)))
             else:
-                norms = column_norms(weight)
-                yield from (Share(name, strength, factor, counted, columns, norms) for columns in later)
+                known = (None, weight) if kernels.serves(weight) else (column_norms(weight), None)
+                shares += [Share(name, strength, factor, counted, columns, *known) for columns in later]
+        return shares
 
     def _weight(self, name: str) -> Tensor:
         site = self._by_name[name]

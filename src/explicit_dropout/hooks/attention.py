@@ -35,7 +35,7 @@ class AttendedHook:
         if self.tap.noise.variance or not kernels.serves(attended):
             return None
         call = AttentionCall(self.tap, self.attention, None)
-        passed = self.tap.penalise(self.site, lambda: call.attended_passing(self.site, attended))
+        passed = self.tap.penalise(self.site, call.attended_passing, self.site, attended)
         self.tap.observed().done.add(self.site.name)
         return with_input(passed, args, kwargs)
 
@@ -72,10 +72,14 @@ class AttentionHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         del args, kwargs
-        if self.tap.watching(module):
+        if not self.tap.watching(module):
+            return
+        done = self.tap.observed().done
+        left = [site for site in self.sites if site.name not in done]
+        if left:
             call = AttentionCall(self.tap, self.attention, output)
-            for site in self.sites:
-                self.tap.penalise(site, lambda site=site: call.penalise(site))  # type: ignore[misc]
+            for site in left:
+                self.tap.penalise(site, call.penalise, site)
 
 
 class AttentionCall:
@@ -85,7 +89,6 @@ class AttentionCall:
         self.tap, self.attention, self.output = tap, attention, output
         observed = tap.observed()
         self.call, self.seen, self.versions = observed.call, observed.tensors, observed.versions
-        self.done = observed.done
         self.x, self.context, self.values = (self._input(role) for role in ("query", "key", "value"))
         self.pairs: Pairs | None = None
 
@@ -130,8 +133,6 @@ class AttentionCall:
         return self.pairs
 
     def penalise(self, site: Site) -> None:
-        if site.name in self.done:
-            return
         if site.component == "value":
             self.tap.linear(site, self._present(self.values, "value"), None, self.masks().context_mask)
         elif site.component == "attended_value":

@@ -33,7 +33,7 @@ PADDING_ARGUMENTS = {
 one that cross-attention looks at where the model is given it (`encoder_hidden_states`); otherwise that is the first."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Term:
     """What one firing of a site adds: J summed over tokens is `factor` times the sum of `penalty`, of any shape, or
     times Σ_j columns_j ‖W_:j‖². Columns are (part, column) or summed over parts, and so are the norms where they are

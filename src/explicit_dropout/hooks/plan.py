@@ -43,15 +43,15 @@ class After:
 
     def __init__(self, collector: Collector, hooks: list[Any]) -> None:
         self.collector, self.hooks = collector, hooks
+        self.tidying = [hook for hook in hooks if isinstance(hook, EndHook | RootAfter)]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        failed = not torch.compiler.is_compiling() and output is None
+        failed = output is None and not torch.compiler.is_compiling()
         changed = None
-        for hook in self.hooks:
-            if not failed or isinstance(hook, EndHook | RootAfter):
-                found = hook(module, args, kwargs, output)
-                if found is not None:
-                    changed = output = found
+        for hook in self.tidying if failed else self.hooks:
+            found = hook(module, args, kwargs, output)
+            if found is not None:
+                changed = output = found
         return changed
 
 

@@ -46,6 +46,8 @@ class Tap:
             or (self.described.flattened is None and self.described.padding is None)
         )
         """Whether projections see (batch, token, width), and their layer says nothing of its own about padding."""
+        self.told_by_model = self.straight and padding == "auto"
+        """Whether padding can only be what the whole model was told: nothing, mostly."""
         self.key = f"{type(self.described).__name__} {self.path}"
         self.stream = stream(self.path)
         module = self.described.module
@@ -157,12 +159,12 @@ class Tap:
             output = output.clone()  # the model may go on to change its own in place
         self.add(site, kernels.plain.energy(output, bias, mask), None, x, mask, self.coherence)
 
-    def penalise(self, site: Site, compute: Callable[[], _Result]) -> _Result:
+    def penalise(self, site: Site, compute: Callable[..., _Result], *given: Any) -> _Result:
         """Run what leaves the term of a site; errors of the closed forms get the site in front."""
         if torch.compiler.is_compiling():
-            return compute()
+            return compute(*given)
         try:
-            return compute()
+            return compute(*given)
         except (InputError, UnsupportedSiteError) as error:
             raise UnsupportedSiteError(f"{site.name}: {error}") from error
 
@@ -203,7 +205,7 @@ class ColumnsHook:
         x = only_input(self.site.path, args, kwargs)
         if not kernels.serves(x):
             return None
-        passed = self.tap.penalise(self.site, lambda: self._term(x))
+        passed = self.tap.penalise(self.site, self._term, x)
         return with_input(passed, args, kwargs)
 
     def _term(self, x: Tensor) -> Tensor:
@@ -232,7 +234,9 @@ class LinearHook:
         if not self.tap.watching(module):
             return None
         x = only_input(self.site.path, args, kwargs)
-        return self.tap.penalise(self.site, lambda: self._term(x, output))
+        if not self.tap.coherent and kernels.serves(x):  # the hook before the projection has taken all there is
+            return None
+        return self.tap.penalise(self.site, self._term, x, output)
 
     def _term(self, x: Tensor, output: Tensor) -> Tensor | None:
         tap, projection = self.tap, projection_of(self.site)
@@ -262,9 +266,9 @@ class LinearHook:
 
 def by_sample(tap: Tap, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The input of a projection as (*batch, token, width), and which of its tokens are real."""
-    described, mask = tap.described, None
-    if tap.straight and tap.padding_source == "auto" and not tap.collector.padding():  # as in most models
+    if tap.told_by_model and not tap.collector.padding():
         return x, None
+    described, mask = tap.described, None
     if not described.batch_first and x.ndim > 2:
         x = x.transpose(0, 1)
     if isinstance(described, FeedForward) and described.flattened is not None and x.ndim == 2:

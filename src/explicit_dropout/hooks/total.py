@@ -6,7 +6,7 @@ costs more on a GPU than all penalties together. So what belongs together is put
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from explicit_dropout import kernels
+
 
 @dataclass(eq=False, slots=True)
 class Share:
     """What one term adds to the penalty: λ · factor · Σ energies / counted, the energies times `norms` if given.
 
-    energies: any shape; with norms (column) or (part, column), which are summed over parts first.
+    energies: any shape; with norms (column) or (part, column), which are summed over parts first. Instead of norms a
+    weight (out, column) may be given, one that the kernels serve, to have them taken together with those of others.
     """
 
     site: str
@@ -28,6 +31,7 @@ class Share:
     counted: int | Tensor
     energies: Tensor
     norms: Tensor | None = None
+    weight: Tensor | None = None
 
 
 class Total:
@@ -42,16 +46,20 @@ class Total:
         kept: dict[Any, tuple[Tensor, Tensor]] = {}
         self._found = []
         total: Tensor | None = None
-        for (device, dtype, multiplied), group in _grouped(shares).items():
+        for (device, dtype, multiplied, weighted), group in _grouped(shares).items():
             energies = [share.energies for share in group]
-            norms = [share.norms for share in group if share.norms is not None]
-            lengths = [norm.shape[-1] for norm in norms] if multiplied else [tensor.numel() for tensor in energies]
+            if weighted:
+                norms = [kernels.norms([share.weight for share in group if share.weight is not None])]
+            else:
+                norms = [share.norms for share in group if share.norms is not None]
+            lengths = [tensor.shape[-1] if multiplied or weighted else tensor.numel() for tensor in energies]
             weights, units = self._weights(group, lengths, device, dtype, kept)
             if torch._C._are_functorch_transforms_active():
-                values = _product(_factors(energies, norms))
+                plain = [torch.cat([tensor.reshape(-1) for tensor in energies])]
+                values = _product(_factors(energies, norms) if norms else plain)
                 part = (values * weights).sum()
             else:
-                part, values = _Weighed.apply(weights, len(norms), *energies, *norms)  # type: ignore[no-untyped-call]
+                part, values = _weighed(weights, len(norms), *energies, *norms)
             sites = [share.site for share in group]  # and nothing of the graph
             self._found.append((sites, lengths, values.detach(), units))
             total = part if total is None else total + part.to(total.device)
@@ -70,11 +78,12 @@ class Total:
         self, group: list[Share], lengths: list[int], device: torch.device, dtype: torch.dtype, kept: dict[Any, Any]
     ) -> tuple[Tensor, Tensor]:
         """λ · factor / counted for every value of a group, and the same without λ."""
-        units = tuple(
-            share.factor / (1 if isinstance(share.counted, Tensor) else max(share.counted, 1)) for share in group
-        )
-        numbers = tuple(share.strength * unit for share, unit in zip(group, units, strict=True))
-        key = (device, dtype, numbers, units, tuple(lengths))
+        unknown = [isinstance(share.counted, Tensor) for share in group]
+        units = [
+            share.factor / (1 if later else share.counted or 1) for share, later in zip(group, unknown, strict=True)
+        ]
+        numbers = [share.strength * unit for share, unit in zip(group, units, strict=True)]
+        key = device, dtype, *numbers, *units, *lengths
         found = self._kept.get(key)
         if found is None:
             both = torch.tensor([numbers, units], dtype=dtype)
@@ -83,7 +92,7 @@ class Total:
                 both = both.pin_memory().to(device, non_blocking=True)
             found = both[0], both[1]
         kept[key] = found
-        if not any(isinstance(share.counted, Tensor) for share in group):
+        if not any(unknown):
             return found
         one = torch.ones((), dtype=torch.long, device=device)  # where the numbers have been divided already
         counts = [share.counted.clamp(min=1) if isinstance(share.counted, Tensor) else one for share in group]
@@ -101,12 +110,16 @@ def _sums(values: Tensor, lengths: list[int]) -> list[Tensor]:
     return found
 
 
-def _grouped(shares: Iterable[Share]) -> dict[tuple[torch.device, torch.dtype, bool], list[Share]]:
-    """Shares of one kind together: on one device, of one precision, with norms or without."""
-    groups: dict[tuple[torch.device, torch.dtype, bool], list[Share]] = {}
+def _grouped(shares: Iterable[Share]) -> dict[tuple[torch.device, torch.dtype, bool, bool], list[Share]]:
+    """Shares of one kind together: on one device, of one precision, with norms, with weights or without."""
+    groups: dict[tuple[torch.device, torch.dtype, bool, bool], list[Share]] = {}
     for share in shares:
-        kind = share.energies.device, share.energies.dtype, share.norms is not None
-        groups.setdefault(kind, []).append(share)
+        energies = share.energies
+        kind = energies.device, energies.dtype, share.norms is not None, share.weight is not None
+        if kind in groups:
+            groups[kind].append(share)
+        else:
+            groups[kind] = [share]
     return groups
 
 
@@ -134,16 +147,20 @@ class _Weighed(torch.autograd.Function):
         if not ctx.number:
             return None, None, *torch._C._nn.unflatten_dense_tensors(each, tensors)
         first, second, *tensors = tensors
-        energies, norms = tensors[: ctx.number], tensors[ctx.number :]
+        energies, norms = tensors[: -ctx.number], tensors[-ctx.number :]
         if torch.is_grad_enabled():  # somebody goes on to differentiate this
             first, second = _factors(energies, norms)
         return None, None, *_spread(each * second, energies), *_spread(each * first, norms)
 
 
+_weighed: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Weighed).apply
+"""`_Weighed.apply` without its look for function transforms, for where there are none."""
+
+
 def _factors(energies: Sequence[Tensor], norms: Sequence[Tensor]) -> list[Tensor]:
     """The energies end to end; with norms the columns' energies, and the norms beside them."""
     if not norms:
-        return [torch.cat([tensor.reshape(-1) for tensor in energies])]
+        return [torch._C._nn.flatten_dense_tensors(list(energies))]
     return [_summed(energies), _summed(norms).to(energies[0].dtype)]
 
 

@@ -8,6 +8,7 @@ that comes by, in one pass. A tensor that autocast is about to lower is lowered 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, cast
@@ -95,65 +96,71 @@ def passing(
         samples: sums of so many equal runs of rows for themselves, one after the other on the first axis.
         copied: keep a copy for the backward pass, for where x may be changed in place meanwhile.
     """
-    options = rows, lower, by_column, copied, samples
-    passed, energies, *_ = _Passing.apply(x, bias, mask, None, options)  # type: ignore[no-untyped-call]
-    return passed, energies
+    found = _apply(x, bias, mask, None, (rows, lower, by_column, copied, samples))
+    return found[0], found[1]
 
 
 def passing_to(
     weight: Tensor, x: Tensor, mask: Tensor | None = None, lower: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The input x of a layer itself, its column energies and those of the layer's weight, each (part, column)."""
-    options = None, lower, True, False, 1
-    passed, columns, norms, _ = _Passing.apply(x, None, mask, weight, options)  # type: ignore[no-untyped-call]
-    return passed, columns, norms
+    found = _apply(x, None, mask, weight, (None, lower, True, False, 1))
+    return cast("tuple[Tensor, Tensor, Tensor]", found)
 
 
 class _Passing(torch.autograd.Function):
+    """Gives the tensor back, its energies, and as a third those of a weight, or a copy, where one is asked for."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, mask: Tensor | None, weight: Tensor | None,
         options: tuple[slice | None, torch.dtype | None, bool, bool, int],
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         rows, lower, by_column, copied, samples = options
         own = x if rows is None else x[..., rows]
         flags = None if mask is None else mask.reshape(-1).view(torch.uint8)
         kernels = _kernels(by_triton(x))
-        energies, sums, low = kernels.energies_of(own, bias, flags, lower, by_column, samples)
-        norms = None if weight is None else kernels.energies_of(weight, None, None, None, True)[0]
+        energies, of_bias, low = kernels.energies_of(own, bias, flags, lower, by_column, samples)
         # Not a view of x, or autograd would forbid models to change their outputs in place.
         passed = x.detach() if low is None else low
-        kept = x if low is None else passed
-        # A copy is an output as well: only so are there second derivatives by way of it.
-        copy = kept.clone() if copied else None
-        ctx.save_for_backward(kept if copy is None else copy, sums, flags, weight)
+        kept = x if low is None else low
+        third: tuple[Tensor, ...] = ()
+        if weight is not None:
+            third = (kernels.energies_of(weight, None, None, None, True)[0],)
+        elif copied:  # an output as well: only so are there second derivatives by way of it
+            kept = kept.clone()
+            third = (kept,)
+        ctx.save_for_backward(kept, flags, weight, *of_bias)
         ctx.set_materialize_grads(False)
-        # The bias is not saved: sharded parameters come and go meanwhile, and its values are in the sums.
-        first = 0 if rows is None else rows.start or 0
-        ctx.facts = kernels, by_column, x.dtype, bias, first, own.shape[-1], samples
-        return passed, energies, norms, copy
+        # The bias itself is not saved: sharded parameters come and go meanwhile, and its values are known.
+        ctx.facts = kernels, by_column, x.dtype, bias, 0 if rows is None else rows.start or 0, own.shape[-1], samples
+        return passed, energies, *third
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: Tensor | None, weights: Tensor | None, norm_weights: Tensor | None, of_copy: Tensor | None
+        ctx: Any, gradient: Tensor | None, weights: Tensor | None, third: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        kept, sums, flags, weight = ctx.saved_tensors
+        kept, flags, weight, *of_bias = ctx.saved_tensors
         kernels, by_column, dtype, bias, offset, width, samples = ctx.facts
-        if of_copy is not None:
-            gradient = of_copy if gradient is None else gradient + of_copy
         of_weight = None
-        if norm_weights is not None:
-            of_weight = _of_weight(kernels, weight, norm_weights)
+        if third is not None and weight is not None:
+            of_weight = _of_weight(kernels, weight, third)
+        elif third is not None:
+            gradient = third if gradient is None else gradient + third
         if weights is None:
             result, slope = None if gradient is None else gradient.to(dtype), None
         elif torch.is_grad_enabled():
             result, slope = _differentiable(ctx, kept, flags, gradient, weights)
         else:
             result, slope = kernels.gradient_of(
-                kept, sums, flags, gradient, weights, dtype, by_column, offset, width,
+                kept, of_bias, flags, gradient, weights, dtype, by_column, offset, width,
                 None if bias is None else bias.dtype, samples,
             )  # fmt: skip
         return result, slope, None, of_weight, None
+
+
+_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Passing).apply
+"""`_Passing.apply` without its look for function transforms, of which `serves` says that there are none."""
 
 
 def _of_weight(kernels: Any, weight: Tensor, weights: Tensor) -> Tensor:
@@ -161,7 +168,7 @@ def _of_weight(kernels: Any, weight: Tensor, weights: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         row, column = kernels.sources(*weight.shape, 1, True, weight.device)
         return 2 * weights[row][:, column] * weight
-    result, _ = kernels.gradient_of(weight, None, None, None, weights, weight.dtype, True, 0, weight.shape[1], None)
+    result, _ = kernels.gradient_of(weight, (), None, None, weights, weight.dtype, True, 0, weight.shape[1], None)
     return cast("Tensor", result)
 
 

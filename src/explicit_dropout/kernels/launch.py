@@ -1,42 +1,50 @@
-"""Launching Triton kernels without asking Triton every time which of its compiled forms is meant.
+"""Launching Triton kernels with as little between the caller and the driver as there can be.
 
-Triton looks at every argument of every launch. That takes longer than most of the kernels here run, and the answer is
-always the same for the same shapes, precisions and alignments: it is kept.
+Triton looks at every argument of every launch, to find the compiled form that is meant. That takes longer than most of
+the kernels here run, and the answer is always the same for the same numbers, precisions and alignments. So a launch is
+made once for all tensors of a kind, and has its compiled forms at hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Launcher:
-    """A kernel and its compiled forms, each under a key that has all that Triton's choice depends on."""
+class Launch:
+    """A kernel with all that it is told but its tensors, whose shapes, strides and precisions are always the same.
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.compiled: dict[Hashable, Any] = {}
+    Args:
+        kernel: what `triton.jit` made.
+        grid: how many programs there are.
+        numbers: what the kernel takes after its tensors, in order, constants included.
+    """
 
-    def __call__(
-        self, key: Hashable, device: torch.device, grid: tuple[int, int, int], *arguments: Any, warps: int = 4
-    ) -> None:
-        """Launch on a device; `arguments` are all that the kernel takes, in order, constants included."""
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], warps: int = 4) -> None:
+        self.kernel, self.grid, self.numbers, self.warps = kernel, grid, numbers, warps
+        self.forms: dict[Hashable, Any] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        device = tensors[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton knows of no other
             with torch.cuda.device(device):
-                self(key, device, grid, *arguments, warps=warps)
+                self(*tensors)
             return
-        found = self.compiled.get((key, device.index))
-        if found is not None:
-            found[grid](*arguments)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        # Triton makes use of pointers that are multiples of 16. Nearly all are, those of some views are not.
+        aligned = not reduce(or_, pointers) % 16
+        key = device.index if aligned else (device.index, *[pointer % 16 == 0 for pointer in pointers])
+        form = self.forms.get(key)
+        if form is None:
+            if not all(self.grid):
+                return
+            compiled = self.kernel[self.grid](*tensors, *self.numbers, num_warps=self.warps)
+            if hasattr(compiled, "run"):  # nothing is compiled where Triton interprets
+                self.forms[key] = compiled[self.grid]
             return
-        found = self.kernel[grid](*arguments, num_warps=warps)
-        if hasattr(found, "run"):  # nothing is compiled where Triton interprets
-            self.compiled[key, device.index] = found
-
-
-def aligned(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Whether each starts at a multiple of 16 bytes, which Triton makes use of. Views need not."""
-    return tuple([tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors])
+        form(*pointers, *self.numbers, stream=torch._C._cuda_getCurrentRawStream(device.index))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+WIDE = (torch.float32, torch.float64)
+
 
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype in WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def deviation(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:

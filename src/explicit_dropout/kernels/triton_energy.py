@@ -7,6 +7,7 @@ that each of them may have a gradient of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -14,7 +15,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from explicit_dropout.kernels.launch import Launcher, aligned
+from explicit_dropout.kernels.launch import Launch
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
@@ -117,9 +118,6 @@ def _gradients(
             tl.store(result + place * columns + column[None, :], total.to(result.dtype.element_ty), grid)
 
 
-_launch_energies, _launch_gradients = Launcher(_energies), Launcher(_gradients)
-
-
 @lru_cache(1024)
 def cut(rows: int, columns: int, samples: int) -> tuple[int, int, int]:
     """Into how many parts each of so many samples is cut, of how many rows, and into how many tiles.
@@ -143,74 +141,105 @@ def sources(rows: int, columns: int, samples: int, by_column: bool, device: torc
     return part, column if by_column else column // BLOCK_COLUMNS
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
-    """A tensor whose rows lie at regular distances, its rows and columns, and the strides of both."""
-    columns = x.shape[-1]
-    if x.is_contiguous():
-        return x, x.numel() // max(columns, 1), columns, columns, 1
-    x = x.reshape(-1, columns)
-    return x, x.shape[0], columns, x.stride(0), x.stride(1)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
+    """Rows and columns of a tensor and the strides of both; None where its rows lie at no regular distance."""
+    rows, row = 1, 0
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size == 1:
+            continue
+        if rows > 1 and stride != rows * row:
+            return None
+        rows, row = rows * size, row if rows > 1 else stride
+    return rows, shape[-1], row, strides[-1]
+
+
+@lru_cache(4096)
+def _energies_launch(
+    shape: tuple[int, ...], strides: tuple[int, ...], bias_stride: int | None, masked: bool, by_column: bool,
+    samples: int, *dtypes: torch.dtype | None,
+) -> tuple[Launch, tuple[int, int], tuple[int, int]] | None:  # fmt: skip
+    """How energies of such tensors are launched, and the shapes of them and of what is kept of the bias.
+
+    None where the tensor has to be made contiguous first.
+    """
+    layout, lower = _layout(shape, strides), dtypes[-1]
+    if layout is None:
+        return None
+    rows, columns, x_row, x_column = layout
+    sample_parts, part_rows, tiles = cut(rows, columns, samples)
+    parts = samples * sample_parts
+    sample_rows = rows // max(samples, 1)
+    numbers = sample_rows, columns, x_row, x_column, bias_stride or 0, part_rows, sample_parts, parts, tiles
+    facts = bias_stride is not None, masked, lower is not None, by_column, BLOCK_ROWS, BLOCK_COLUMNS
+    launch = Launch(_energies, (parts, tiles, 1), numbers + facts)
+    return launch, (parts, columns if by_column else tiles), (parts + 1, columns)
 
 
 def energies_of(
     x: Tensor, bias: Tensor | None, mask: Tensor | None, lower: torch.dtype | None, by_column: bool,
     samples: int = 1,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:  # fmt: skip
     """Partial sums of (x − b)² of x (*batch, column), what the backward pass needs of the bias, x in lower precision.
 
-    Sums are (part, column) or (part, tile), sample after sample. Of the bias, (part + 1, column): its sums and a copy.
+    Sums are (part, column) or (part, tile), sample after sample. For the bias, (part + 1, column): those of
+    x − b, and a copy of it as the last.
     """
-    flat, rows, columns, x_row, x_column = _rows(x)
-    sample_parts, part_rows, tiles = cut(rows, columns, samples)
-    parts, device = samples * sample_parts, x.device
-    energies = x.new_empty((parts, columns if by_column else tiles), dtype=torch.float32)
-    sums = lowered = None
-    if bias is not None:
-        sums = x.new_empty((parts + 1, columns), dtype=torch.float32)
-    if lower is not None:
-        lowered = x.new_empty(x.shape, dtype=lower)
-    if columns and parts:
-        bias_stride = 0 if bias is None else bias.stride(0)
-        numbers = (
-            rows // samples, columns, x_row, x_column, bias_stride, part_rows, sample_parts, parts, tiles,
-        )  # fmt: skip
-        facts = (bias is not None, mask is not None, lower is not None, by_column, BLOCK_ROWS, BLOCK_COLUMNS)
-        dtypes = (x.dtype, None if bias is None else bias.dtype, lower)
-        _launch_energies(
-            (numbers, facts, dtypes, aligned(flat, bias, mask)), device, (parts, tiles, 1),
-            flat, flat if bias is None else bias, flat if mask is None else mask, energies,
-            energies if sums is None else sums, energies if lowered is None else lowered, *numbers, *facts,
-        )  # fmt: skip
-    return energies, sums, lowered
+    bias_stride, bias_dtype = (None, None) if bias is None else (bias.stride(0), bias.dtype)
+    found = _energies_launch(
+        x.shape, x.stride(), bias_stride, mask is not None, by_column, samples, x.dtype, bias_dtype, lower
+    )
+    if found is None:
+        return energies_of(x.contiguous(), bias, mask, lower, by_column, samples)
+    launch, shape, kept = found
+    energies = x.new_empty(shape, dtype=torch.float32)
+    sums = None if bias is None else x.new_empty(kept, dtype=torch.float32)
+    lowered = None if lower is None else x.new_empty(x.shape, dtype=lower)
+    launch(
+        x, x if bias is None else bias, x if mask is None else mask, energies,
+        energies if sums is None else sums, energies if lowered is None else lowered,
+    )  # fmt: skip
+    return energies, () if sums is None else (sums,), lowered
+
+
+@lru_cache(4096)
+def _gradients_launch(
+    shape: tuple[int, ...], strides: tuple[int, ...], passing: tuple[int, ...] | None, weights: tuple[int, ...],
+    offset: int, width: int, biased: bool, masked: bool, by_column: bool, samples: int, *dtypes: torch.dtype | None,
+) -> Launch | None:  # fmt: skip
+    """How gradients of such tensors are launched; `passing` and `weights` are strides. None as above."""
+    del dtypes  # which make it another launch
+    own, other = _layout(shape, strides), _layout(shape, strides if passing is None else passing)
+    if own is None or other is None:
+        return None
+    rows, columns, *row_and_column = own
+    sample_parts, part_rows, _ = cut(rows, width, samples)
+    parts, tiles = samples * sample_parts, triton.cdiv(columns, BLOCK_COLUMNS)
+    sample_rows = rows // max(samples, 1)
+    numbers = sample_rows, columns, offset, *row_and_column, *other[2:], *weights, width, part_rows, sample_parts, parts
+    facts = biased, masked, passing is not None, by_column, BLOCK_ROWS, BLOCK_COLUMNS
+    return Launch(_gradients, (parts + biased, tiles, 1), numbers + facts)
 
 
 def gradient_of(
-    x: Tensor, sums: Tensor | None, mask: Tensor | None, gradient: Tensor | None, weights: Tensor, dtype: torch.dtype,
-    by_column: bool, offset: int, width: int, bias_dtype: torch.dtype | None, samples: int = 1,
+    x: Tensor, of_bias: Sequence[Tensor], mask: Tensor | None, gradient: Tensor | None, weights: Tensor,
+    dtype: torch.dtype, by_column: bool, offset: int, width: int, bias_dtype: torch.dtype | None, samples: int = 1,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`gradient` plus that of the energies of x, their gradients being `weights`; and the gradient of the bias.
 
     Energies are those of `width` columns from `offset` on; the others pass their gradient on.
     """
-    flat, rows, columns, x_row, x_column = _rows(x)
-    passing, gradient_row, gradient_column = flat, 0, 0
-    if gradient is not None:
-        passing, _, _, gradient_row, gradient_column = _rows(gradient)
-    sample_parts, part_rows, _ = cut(rows, width, samples)
-    parts = samples * sample_parts
-    tiles, device = triton.cdiv(columns, BLOCK_COLUMNS), x.device
+    passing, other_strides = (x, None) if gradient is None else (gradient, gradient.stride())
+    launch = _gradients_launch(
+        x.shape, x.stride(), other_strides, weights.stride(), offset, width, bool(of_bias), mask is not None,
+        by_column, samples, x.dtype, passing.dtype, dtype, bias_dtype,
+    )  # fmt: skip
+    if launch is None:
+        x, gradient = x.contiguous(), None if gradient is None else gradient.contiguous()
+        return gradient_of(x, of_bias, mask, gradient, weights, dtype, by_column, offset, width, bias_dtype, samples)
     result = x.new_empty(x.shape, dtype=dtype)
-    slope = None if sums is None else x.new_empty((width,), dtype=bias_dtype)
-    if columns and parts:
-        numbers = (
-            rows // samples, columns, offset, x_row, x_column, gradient_row, gradient_column,
-            weights.stride(0), weights.stride(1), width, part_rows, sample_parts, parts,
-        )  # fmt: skip
-        facts = (sums is not None, mask is not None, gradient is not None, by_column, BLOCK_ROWS, BLOCK_COLUMNS)
-        _launch_gradients(
-            (numbers, facts, (x.dtype, passing.dtype, dtype, bias_dtype), aligned(flat, passing, mask, weights)),
-            device, (parts + (sums is not None), tiles, 1),
-            flat, flat if mask is None else mask, weights if sums is None else sums, passing, weights, result,
-            weights if slope is None else slope, *numbers, *facts,
-        )  # fmt: skip
+    slope = x.new_empty((width,), dtype=bias_dtype) if of_bias else None
+    launch(
+        x, x if mask is None else mask, of_bias[0] if of_bias else weights, passing, weights, result,
+        weights if slope is None else slope,
+    )  # fmt: skip
     return result, slope

@@ -12,6 +12,7 @@ by half a matrix of scores.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from explicit_dropout.kernels.launch import Launcher, aligned
+from explicit_dropout.kernels.launch import Launch
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
@@ -155,21 +156,24 @@ def _score_gradients(
             tl.store(right_slope + program * width + feature, -tl.sum(summed, 0), feature < width)
 
 
-_launch_scores, _launch_gradients = Launcher(_scores), Launcher(_score_gradients)
-
-
-def _settings(
-    left: Tensor, left_bias: Tensor | None, right_bias: Tensor | None, causal: bool, width: int
-) -> tuple[Any, ...]:
-    """The constants of a kernel, in its order."""
-    wide = max(16, triton.next_power_of_2(width))
+@lru_cache(1024)
+def _launch(
+    kernel: Any, programs: tuple[int, int, int], numbers: tuple[int, ...], left_bias: torch.dtype | None,
+    right_bias: torch.dtype | None, causal: bool, *dtypes: torch.dtype,
+) -> Launch:  # fmt: skip
+    """How one of the kernels is launched on such sides; of `numbers` the last is the width of a head."""
+    wide = max(16, triton.next_power_of_2(numbers[-1]))
     # Half precision is exact in the 32-bit mode of the tensor cores, float32 is not.
-    exact = "ieee" if left.dtype == torch.float32 else "tf32"
-    return left_bias is not None, right_bias is not None, causal, exact, 64 if wide <= 64 else 32, wide
+    exact = "ieee" if dtypes[0] == torch.float32 else "tf32"
+    # Few tokens at a time and few threads were fastest where they were tried; causal blocks meet themselves as well.
+    tokens = 16 if not causal and wide <= 64 else 64 if wide <= 64 else 32
+    warps = 8 if wide > 64 else 4 if causal else max(1, wide // 32)
+    facts = left_bias is not None, right_bias is not None, causal, exact, tokens, wide
+    return Launch(kernel, programs, numbers + facts, warps=warps)
 
 
-def _kinds(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return *(None if tensor is None else tensor.dtype for tensor in tensors), *aligned(*tensors)
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def score_energies(
@@ -180,12 +184,13 @@ def score_energies(
     energies = torch.empty((batch, heads), dtype=torch.float32, device=left.device)
     if batch:
         numbers = (left.shape[1], right.shape[1], *left.stride()[:2], *right.stride()[:2], heads, width)
-        facts = _settings(left, left_bias, right_bias, causal, width)
-        _launch_scores(
-            (numbers, facts, _kinds(left, right, left_bias, right_bias)), left.device, (batch * heads, 1, 1),
-            left, right, left if left_bias is None else left_bias, left if right_bias is None else right_bias, energies,
-            *numbers, *facts, warps=4 if facts[-1] <= 64 else 8,
+        launch = _launch(
+            _scores, (batch * heads, 1, 1), numbers, _dtype(left_bias), _dtype(right_bias), causal,
+            left.dtype, right.dtype,
         )  # fmt: skip
+        launch(
+            left, right, left if left_bias is None else left_bias, left if right_bias is None else right_bias, energies
+        )
     return energies
 
 
@@ -204,13 +209,14 @@ def score_gradients(
             left.shape[1], right.shape[1], *left.stride()[:2], *right.stride()[:2],
             *left_result.stride()[:2], *right_result.stride()[:2], *weights.stride(), heads, width,
         )  # fmt: skip
-        facts = _settings(left, left_bias, right_bias, causal, width)
-        _launch_gradients(
-            (numbers, facts, _kinds(left, right, left_bias, right_bias, weights)), left.device, (batch * heads, 2, 1),
+        launch = _launch(
+            _score_gradients, (batch * heads, 2, 1), numbers, _dtype(left_bias), _dtype(right_bias), causal,
+            left.dtype, right.dtype, weights.dtype,
+        )  # fmt: skip
+        launch(
             left, right, left if left_bias is None else left_bias, left if right_bias is None else right_bias,
             weights, left_result, right_result,
             weights if slopes[0] is None else slopes[0], weights if slopes[1] is None else slopes[1],
-            *numbers, *facts, warps=4 if facts[-1] <= 64 else 8,
         )  # fmt: skip
     first, second = (None if slope is None else slope.sum(0) for slope in slopes)
     return first, second

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from explicit_dropout.kernels.launch import Launcher, aligned
+from explicit_dropout.kernels.launch import Launch
 from explicit_dropout.kernels.triton_gram import _gram, _put, _tile
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
@@ -42,12 +45,12 @@ def _spread_products(
         _put(result, product, start, tokens, to_token, width, TOKENS, WIDTH)
 
 
-_launch_grams, _launch_products = Launcher(_spread_grams), Launcher(_spread_products)
-
-
-def _constants(width: int) -> tuple[str, int, int]:
-    wide = max(16, triton.next_power_of_2(width))
-    return "tf32", 64 if wide <= 64 else 32, wide
+@lru_cache(1024)
+def _launch(kernel: Any, programs: int, numbers: tuple[int, ...], *dtypes: torch.dtype) -> Launch:
+    """How one of the kernels is launched on such tensors; of `numbers` the last is the width of a head."""
+    del dtypes  # which make it another launch
+    wide = max(16, triton.next_power_of_2(numbers[-1]))
+    return Launch(kernel, (programs, 1, 1), (*numbers, "tf32", 64 if wide <= 64 else 32, wide))
 
 
 def grams(side: Tensor, heads: int) -> Tensor:
@@ -56,9 +59,8 @@ def grams(side: Tensor, heads: int) -> Tensor:
     width = features // heads
     found = torch.empty((batch, features * width), dtype=torch.bfloat16, device=side.device)
     if batch:
-        numbers, facts = (tokens, *side.stride()[:2], heads, width), _constants(width)
-        key = numbers, facts, side.dtype, aligned(side)
-        _launch_grams(key, side.device, (batch * heads, 1, 1), side, found, *numbers, *facts)
+        numbers = tokens, *side.stride()[:2], heads, width
+        _launch(_spread_grams, batch * heads, numbers, side.dtype)(side, found)
     return found
 
 
@@ -68,8 +70,6 @@ def products(side: Tensor, matrices: Tensor, heads: int) -> Tensor:
     width = features // heads
     found = torch.empty(side.shape, dtype=side.dtype, device=side.device)
     if batch:
-        numbers = (tokens, *side.stride()[:2], *found.stride()[:2], heads, width)
-        facts = _constants(width)
-        key = numbers, facts, side.dtype, aligned(side, matrices)
-        _launch_products(key, side.device, (batch * heads, 1, 1), side, matrices, found, *numbers, *facts)
+        numbers = tokens, *side.stride()[:2], *found.stride()[:2], heads, width
+        _launch(_spread_products, batch * heads, numbers, side.dtype, matrices.dtype)(side, matrices, found)
     return found
