@@ -18,7 +18,7 @@ from typing import Any
 
 import growth
 import step_time
-from steps import MODES
+from steps import MODES, by_kind
 from treatments import TREATMENTS
 
 ROOT = Path(__file__).parents[1]
@@ -222,12 +222,16 @@ def trainer(results: dict[str, Any]) -> str:
 
 def busy(rows: Sequence[Row]) -> Iterator[str]:
     """Where the time of a step goes, for the rows that were profiled."""
-    profiled = {row["row"]: row["profile"] for row in rows if "kinds" in row.get("profile", {})}
+    profiled = {row["row"]: by_kind(row["profile"]) for row in rows if "profile" in row}
     if not profiled:
         return
-    kinds = dict.fromkeys(kind for profile in profiled.values() for kind in profile["kinds"])
-    lines = [[kind, *(f"{1000 * p['kinds'].get(kind, 0.0):,.0f}" for p in profiled.values())] for kind in kinds]
-    lines.append(["**in all**", *(f"**{1000 * p['busy_ms']:,.0f}**" for p in profiled.values())])
+    kinds = dict.fromkeys(kind for found in profiled.values() for kind in list(found)[:-1])
+    kinds |= dict.fromkeys(list(found)[-1] for found in profiled.values())
+    lines = [
+        [kind, *(f"{1000 * found[kind]:,.0f}" if kind in found else "–" for found in profiled.values())]
+        for kind in kinds
+    ]
+    lines.append(["**in all**", *(f"**{1000 * sum(found.values()):,.0f}**" for found in profiled.values())])
     yield "Microseconds that the GPU is busy in a step at batch 512, by what its kernels are for:"
     yield table(["", *(f"`{row}`" for row in profiled)], lines)
 

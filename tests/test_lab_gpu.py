@@ -65,6 +65,7 @@ def test_a_cuda_graph_trains_bit_for_bit_as_the_eager_step(row: str, law: str, r
     assert course(eager) == course(graph)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler has some for the user of a small model
 @pytest.mark.parametrize("row", ["explicit_v+explicit", "drop_key+implicit"])
 def test_a_compiled_graph_trains_as_the_eager_step_within_rounding(row: str, root: Path, tmp_path: Path) -> None:
     eager = trained(row, root, tmp_path / "eager")
@@ -75,6 +76,7 @@ def test_a_compiled_graph_trains_as_the_eager_step_within_rounding(row: str, roo
     assert course(compiled)[-1]["train_loss"] < first["train_loss"]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler has some for the user of a small model
 @pytest.mark.parametrize("row", ["explicit_v+explicit", "drop_key+implicit"])
 def test_a_compiled_run_made_again_is_the_same_run(row: str, root: Path, tmp_path: Path) -> None:
     how = {"compile": True, "cuda_graphs": True, "deterministic": False}
