@@ -427,6 +427,64 @@ def test_spreads_and_their_gradients_equal_plain_torch(shape):
         torch.autograd.grad(energy, leaf, create_graph=True)
 
 
+# ---------------------------------------------------------------------------------------------- attended values
+
+
+def attended_sides(dtype, samples=3, tokens=7, context=7):
+    """What values are made of, the value weight, queries and keys of two heads."""
+    shapes = (samples, context, 5), (8, 5), (samples, tokens, 8), (samples, context, 8)
+    return [draw(shape, dtype, seed).requires_grad_() for seed, shape in enumerate(shapes)]
+
+
+def attended_plainly(x, weight, queries, keys, causal):
+    """The incoherent part of J_av from attention weights that are there."""
+    q, k = (side.unflatten(-1, (2, -1)).transpose(1, 2) for side in (queries, keys))
+    scores = 0.3 * q @ k.mT
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
+    noise = xd.gaussian(2.0)
+    return xd.functional.attended_value(x, weight, scores.softmax(-1), noise, heads=2, reduction="none")
+
+
+@pytest.mark.parametrize("part", [1, 60, 2**20])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attended_values_and_their_gradients_equal_plain_torch(dtype, causal, part, monkeypatch):
+    for name in ("PART", "PART_ON_CPU"):
+        monkeypatch.setattr(kernels.attended, name, part)
+    shapes = [{}, {"samples": 0}, {"tokens": 1, "context": 1}] + ([] if causal else [{"tokens": 4}])
+    for shape in shapes:
+        given = attended_sides(dtype, **shape)
+        found = kernels.attended_spread(*given, heads=2, scale=0.3, causal=causal)
+        exact = [side.detach().double().requires_grad_() for side in given]
+        expected = attended_plainly(*exact, causal)
+        rounding = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
+        weights = draw((len(found),), seed=9).double()
+        close(0.5 * 4 * found.double(), expected, rounding)
+        slopes = torch.autograd.grad((2 * found.double() * weights).sum(), given)
+        for mine, theirs in zip(slopes, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+            close(mine.double(), theirs, rounding)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attended_values_have_second_derivatives(causal):
+    given = attended_sides(torch.float64, samples=2, tokens=3, context=3)
+
+    def spread(*sides):
+        return kernels.attended_spread(*sides, heads=2, scale=0.3, causal=causal)
+
+    assert torch.autograd.gradcheck(spread, given)
+    assert torch.autograd.gradgradcheck(spread, given)
+
+
+def test_no_attention_weights_are_kept_for_attended_values():
+    given = attended_sides(torch.float32, samples=2, tokens=50, context=50)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        kernels.attended_spread(*given, heads=2, scale=0.3, causal=False)
+    assert max(kept) < 2 * 50 * 50
+
+
 # ---------------------------------------------------------------------------------------------- whole models
 
 
@@ -476,8 +534,8 @@ def trained(model, noise, components, runner=None, autocast=False):
 
 COMPONENTS = {
     "paper": (xd.paper(0.2), ("value", "attended_value", "query", "key", "feed_forward")),
-    "inverted": (xd.inverted(0.2), ("value", "query", "key", "query_key", "feed_forward")),
-    "bernoulli": (xd.bernoulli(0.2), ("value", "feed_forward")),
+    "inverted": (xd.inverted(0.2), ("value", "attended_value", "query", "key", "query_key", "feed_forward")),
+    "bernoulli": (xd.bernoulli(0.2), ("value", "attended_value", "feed_forward")),
 }
 
 

@@ -224,6 +224,8 @@ class AttentionCall:
         return None if self.attention.rotary is None else self.attention.rotary(self.attention, self.call)
 
     def _attended_value(self, site: Site) -> None:
+        if self._attended_by_kernel(site):
+            return
         attention, tap = self.attention, self.tap
         weight, bias = _whole(attention.value)
         values, attended = self._present(self.values, "value"), self._attended()
@@ -238,6 +240,27 @@ class AttentionCall:
             mask=mask, context_mask=context_mask, reduction="none",
         )  # fmt: skip
         tap.add(site, penalty.sum(), None, rows, mask)
+
+    def _attended_by_kernel(self, site: Site) -> bool:
+        """The penalty without keeping attention weights, where they are ours to make and nothing is masked."""
+        attention, tap = self.attention, self.tap
+        alike = attention.inputs is None and attention.rotary is None and not attention.key_heads
+        if not (alike and tap.noise.variance and attention.weights == "compute"):
+            return False
+        pairs, values, attended = self.masks(), self._present(self.values, "value"), self._attended()
+        masked = any(part is not None for part in (pairs.mask, pairs.context_mask, pairs.allowed, pairs.bias))
+        queries = attention.query.of(self._projected("query"))
+        if masked or values.ndim != 3 or not (kernels.serves(values) and kernels.serves(queries)):
+            return False
+        with torch.autocast(values.device.type, enabled=False):
+            spread = kernels.attended_spread(
+                values, _whole(attention.value)[0], queries, attention.key.of(self._projected("key")),
+                attention.heads, attention.score_scale, pairs.causal,
+            )  # fmt: skip
+        tap.add(site, spread, None, queries, None, tap.incoherence)
+        if tap.coherent:
+            self.attended_passing(site, self._present(attended, "output"))
+        return True
 
     def _row_masks(self, rows: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The real rows of A V, and the real tokens that values are made of."""

@@ -7,21 +7,24 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     energy   Σ (x − b)², whole or by column, of a tensor that passes through
     norms    Σ W_ij² for every column of many weights at once
     gram     Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
+    attended Σ_ia A_ia² x_a of attention weights that are not kept
     spreads  ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
     plain    the same in plain torch: in float64, under function transforms, scores on a CPU, and to compare with
 
 On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU the first has a
-counterpart in torch. Compiled code reaches energy and gram as operators (`torch.ops.explicit_dropout`) and has the
-pointwise rest fused by the compiler.
+counterpart in torch, and norms and attended are torch everywhere. Compiled code reaches energy and gram as operators
+(`torch.ops.explicit_dropout`) and has the pointwise rest fused by the compiler.
 """
 
 from explicit_dropout.kernels import plain
+from explicit_dropout.kernels.attended import attended_spread
 from explicit_dropout.kernels.energy import by_triton, columns, lowered, passing, passing_to, serves
 from explicit_dropout.kernels.gram import scores, serves_scores
 from explicit_dropout.kernels.norms import norms
 from explicit_dropout.kernels.spreads import joint_spread, serves_spread, spread
 
 __all__ = [
+    "attended_spread",
     "by_triton",
     "columns",
     "joint_spread",
