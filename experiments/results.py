@@ -33,7 +33,7 @@ from explicit_dropout.lab.report.tables import (
     probability,
 )
 from explicit_dropout.lab.rows import BASELINE, EXPLICIT, named
-from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, differences, holm
+from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, differences, edges, holm
 from explicit_dropout.lab.store import Store
 
 HERE = Path(__file__).parent
@@ -87,8 +87,10 @@ def page(root: Path) -> str:
         "The paper's tables beside ours, on real data, as far as they have been run. The runs are in `results/`, and "
         "`python experiments/results.py` makes this page of them; each row's command makes its runs, or goes on. "
         "[Reports](report.md) says how the numbers are made: settings are chosen on validation data, ± is a standard "
-        "deviation over n repetitions, differences are paired, intervals are Student's at 95 %. Where a number is "
-        "missing the cell says so. Numbers of the paper stand in columns that say paper, and nowhere else.",
+        "deviation over n repetitions, differences are paired, intervals are Student's at 95 %, p-values are adjusted "
+        "by Holm's method over the comparisons of a question or the rows of a table. Where a number is missing the "
+        "cell says so. Numbers of the paper stand in columns that say paper, and nowhere else. Penalties are means "
+        "over tokens, or sums over tokens where a row says token sums.",
         "",
         *overview(sources.values()),
         *answers(analyses, {name: found.module for name, found in sources.items()}),
@@ -156,7 +158,13 @@ def tabled(found: Source, part: Part) -> list[str]:
     if not analysis.finished and not analysis.experiment.paper:
         return [*lines, f"Not run yet (0 of {analysis.planned} runs).", "", *commands(found, analysis)]
     table = configurations_table(analysis) if analysis.experiment.paper_cells else results_table(analysis)
-    return [*lines, markdown(table), *commands(found, analysis)]
+    return [*lines, markdown(table), *at_edges(analysis), *commands(found, analysis)]
+
+
+def at_edges(analysis: Analysis) -> list[str]:
+    """Rows whose choice lies at an end of what was tried: beyond it there may be a better one."""
+    found = [f"`{row.name}` ({', '.join(ends)})" for row in analysis.rows if (ends := edges(row))]
+    return [f"Chosen at an end of the values tried: {', '.join(found)}.", ""] if found else []
 
 
 # ---------------------------------------------------------------------------------------------- choices

@@ -3,8 +3,8 @@
     explicit-dropout sweep experiments/strength_gtzan.py --engine vectorised --device cuda
     explicit-dropout report experiments/strength_gtzan.py
 
-Cost: on an H200 the runs of a row are one program of 20 to 40 seconds; ten rows are left to run, the others are Table
-4's. On a CPU a run takes minutes.
+Cost: on an H200 the runs of a row are one program of 20 to 40 seconds, on a CPU a run takes minutes. Some rows are
+Table 4's.
 
 Clips have 120 tokens each, so a sum over tokens at λ is a mean over tokens at 120 λ: both reductions are one axis. As
 sums the paper's λ, 1e-4 to 5e-3, are 0.012 to 0.6 of it; the study goes on to 9.6, and has 0.12 and 0.6 in both forms.
@@ -47,6 +47,6 @@ def experiment() -> Experiment:
         baseline="none+none",
         notes=(
             "Validation clips decide; what the test clips say plays no part.",
-            f"{TOKENS} tokens: a sample mean (sum over tokens) at λ is a token mean at {TOKENS} λ.",
+            f"{TOKENS} tokens: a sum over tokens at λ is a mean over tokens at {TOKENS} λ.",
         ),
     )

@@ -88,16 +88,16 @@ def test_another_reduction_renames_the_rows_with_penalties_and_no_others(name, m
     monkeypatch.setattr(table, "REDUCTION", "sample")
     after = table.experiment()
     renamed = {row for row in after.rows if row not in before.rows}
-    assert renamed == {row for row in after.rows if "sample mean" in row}
+    assert renamed == {row for row in after.rows if "token sums" in row}
     assert len(renamed) == len(before.rows) - 5  # three stochastic rows, none+none and weight decay
     assert len(after.paper) == len(before.paper)
 
 
 def test_rows_without_a_penalty_take_no_reduction():
     made = {t.row for t in paper_treatments([1e-3], reduction="sample")}
-    assert {"none+implicit", "none+none", "none+weight_decay", "explicit_v+explicit [sample mean]"} <= made
+    assert {"none+implicit", "none+none", "none+weight_decay", "explicit_v+explicit [token sums]"} <= made
     assert named("explicit_v+explicit", law="inverted", reduction="sample") == (
-        "explicit_v+explicit [inverted, sample mean]"
+        "explicit_v+explicit [inverted, token sums]"
     )
     numbers = paper_numbers("table1", reduction="sample")
     assert set(numbers) == {named(row, reduction="sample") for row in PAPER_ROWS}

@@ -93,7 +93,7 @@ def test_a_setting_that_makes_no_sense_is_an_error_that_names_it(make, words: st
 def test_rows_are_named_as_in_the_paper_with_what_differs_in_brackets() -> None:
     assert Treatment("drop_key", "implicit").row == "drop_key+implicit"
     special = Treatment("explicit_av", "explicit", strength=1, law="bernoulli", rate=0.3, reduction="sample")
-    assert special.row == "explicit_av+explicit [bernoulli, p = 0.3, sample mean]"
+    assert special.row == "explicit_av+explicit [bernoulli, p = 0.3, token sums]"
 
 
 def test_a_configuration_is_a_run_without_its_seed_and_split() -> None:
@@ -117,9 +117,18 @@ def test_every_experiment_file_makes_runs_that_differ(name: str) -> None:
     assert set(experiment.paper_cells) <= set(experiment.rows)
 
 
-def test_the_runs_of_table_5_are_runs_of_table_1() -> None:
+def test_table_5_is_the_papers_grid_of_rates_and_strengths_under_the_recipe_of_table_1() -> None:
     (one,), (five,) = (load_experiments(f"experiments/table{number}.py") for number in (1, 5))
-    assert {run.key for run in five.runs} <= {run.key for run in one.runs}
+    grid = {1e-3, 5e-3, 1e-4, 5e-4}
+    for row in five.rows:
+        own = [run for run in five.runs if run.row == row]
+        pairs = {(run.treatment.strength, run.training.learning_rate) for run in own}
+        assert pairs == {(strength, rate) for strength in grid for rate in grid}
+        (likewise,) = {run.configuration for run in one.runs if run.row == row}
+        for run in own:
+            treatment = replace(run.treatment, strength=likewise.treatment.strength)
+            training = replace(run.training, learning_rate=likewise.training.learning_rate)
+            assert replace(run, treatment=treatment, training=training).configuration == likewise
 
 
 def test_an_experiment_file_that_is_none_says_so(tmp_path) -> None:

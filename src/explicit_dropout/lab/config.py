@@ -244,7 +244,7 @@ class Treatment(Settings):
             "decreasing": self.decreasing,
             f"drop path {self.drop_path:g}": self.drop_path > 0,
             f"extra dropout {self.extra_dropout:g}": self.extra_dropout > 0,
-            "sample mean": self.has_penalty and self.reduction == "sample",
+            "token sums": self.has_penalty and self.reduction == "sample",
             "literal reading": self.is_explicit and self.reading == "paper",
         }
         named = ", ".join(name for name, applies in special.items() if applies)

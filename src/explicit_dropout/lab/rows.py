@@ -74,7 +74,7 @@ def paper_treatments(strengths: Iterable[float], **settings: Any) -> Iterator[Tr
 
 
 def named(row: str, **settings: Any) -> str:
-    """What a row of the paper is called here under some settings: `explicit_v+explicit [sample mean]`."""
+    """What a row of the paper is called here under some settings: `explicit_v+explicit [token sums]`."""
     return next(treatments(row, [1.0], **settings)).row
 
 
