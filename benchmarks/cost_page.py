@@ -120,10 +120,11 @@ def steps(name: str) -> Callable[[dict[str, Any]], str]:
             lines = []
             for treatment in dict.fromkeys([*TREATMENTS, *(row["treatment"] for row in rows)]):
                 own = {row["mode"]: row for row in rows if row["treatment"] == treatment}
-                if own and treatment != "none":
+                if own:
                     floor = next((row["floor_ratio"] for row in own.values() if row.get("floor_ratio")), None)
                     memory = next((row["memory_ratio"] for row in whole(own.values())), None)
-                    lines.append([treatment, *(time_of(own.get(mode)) for mode in modes), ratio(floor), ratio(memory)])
+                    words = "none, beside itself" if treatment == "none" else treatment
+                    lines.append([words, *(time_of(own.get(mode)) for mode in modes), ratio(floor), ratio(memory)])
             none = {row["mode"]: row["none_seconds"] for row in whole(rows) if "none_seconds" in row}
             said = ", ".join(f"{1e3 * none[mode]:.1f} ms {mode}" for mode in modes if mode in none)
             parts.append(f"**{model}**" + (f"; without dropout {said}" if said else ""))
@@ -186,7 +187,7 @@ def curves(name: str) -> Callable[[dict[str, Any]], str]:
                     row[axis]: row for row in result["rows"] if row["axis"] == axis and row["treatment"] == treatment
                 }
                 if treatment != "none":
-                    ends = [grown(own[value]) for value in values if value in own]
+                    ends = [grown(own[value]) if value in own else "not measured" for value in values]
                     lines.append([f"{axis} {', '.join(map(str, values))}", treatment, ", ".join(ends)])
         said = f"{machine(result)}, {result['mode']}, batch {result['batch']}."
         picture = f"![Time and memory of a training step as the model grows](figures/{name}.svg)"

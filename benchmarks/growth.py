@@ -96,7 +96,7 @@ def line(row: dict[str, Any]) -> str:
     cells = [row["axis"], str(row["tokens"]), str(row["width"]), str(row["depth"]), row["treatment"]]
     if "error" in row:
         return "| " + " | ".join([*cells, row["error"].replace("|", "/"), *["–"] * 4]) + " |"
-    cells += [f"{1e3 * row['seconds']:.2f}", f"{1e3 * row['spread']:.2f}", ratio(row.get("time_ratio"))]
+    cells += [f"{1e3 * row['seconds']:.2f}", f"{1e3 * row['spread'] / 2:.2f}", ratio(row.get("time_ratio"))]
     cells += [f"{row['bytes'] / 1e6:.0f}" if row["bytes"] else "–", ratio(row.get("memory_ratio"))]
     return "| " + " | ".join(cells) + " |"
 

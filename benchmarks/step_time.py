@@ -105,8 +105,8 @@ def line(row: Row) -> str:
     if "error" in row:
         return "| " + " | ".join([*cells, row["error"].replace("|", "/"), *["–"] * 7]) + " |"
     profile = row.get("profile") or {}
-    cells += [f"{1e3 * row['seconds']:.2f}", f"{1e3 * row['spread']:.2f}"]
-    cells += [f"{row['time_ratio']:.3f}", f"{row['ratio_spread']:.3f}", optional(row.get("floor_ratio"))]
+    cells += [f"{1e3 * row['seconds']:.2f}", f"{1e3 * row['spread'] / 2:.2f}"]
+    cells += [f"{row['time_ratio']:.3f}", f"{row['ratio_spread'] / 2:.3f}", optional(row.get("floor_ratio"))]
     cells += [optional(row["memory_ratio"]), optional(profile.get("busy_ms"), 2), optional(profile.get("launches"), 0)]
     return "| " + " | ".join(cells) + " |"
 
@@ -141,7 +141,8 @@ def write(output: Path, result: dict[str, Any]) -> None:
     output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     about = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
     commands = "\n".join(f"- `{command}`" for command in result["commands"])
-    text = f"# Training step time\n\n{commands}\n\n{about}. Ratios against `none`.{measured_ceilings(result)}\n\n"
+    ratios = f"Ratios against `none`, ± half the interquartile range.{measured_ceilings(result)}"
+    text = f"# Training step time\n\n{commands}\n\n{about}. {ratios}\n\n"
     output.with_suffix(".md").write_text(text + "\n".join([HEADER, *map(line, result["rows"])]) + "\n")
     if any(row["treatment"] != "none" for row in result["rows"]):
         output.with_suffix(".svg").write_text(figure(result))

@@ -56,8 +56,6 @@ def measure(run: Run, execution: Execution, dataset: data.Dataset, budget: float
         step(*next(endless), 1e-3)
     step.means()
     warm = time.perf_counter() - began
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     speeds: list[float] = []
     began = time.perf_counter()
     while len(speeds) < 3 or time.perf_counter() - began < budget:
@@ -74,11 +72,9 @@ def measure(run: Run, execution: Execution, dataset: data.Dataset, budget: float
         "most": max(speeds),
         "warm_up_s": warm,
     }
-    if device.type == "cuda":
-        found["peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
-        if profile:
-            batch = next(endless)
-            found["profile"] = gpu_profile(lambda: step(*batch, 1e-3))
+    if device.type == "cuda" and profile:
+        batch = next(endless)
+        found["profile"] = gpu_profile(lambda: step(*batch, 1e-3))
     return found
 
 
@@ -122,13 +118,12 @@ def main() -> None:
                     write(options.output, described, rows)
 
 
-HEADER = ["| batch | mode | row | images/s | least | most | peak MB | warm-up s |", "|---|---|---|---|---|---|---|---|"]
+HEADER = ["| batch | mode | row | images/s | least | most | warm-up s |", "|---|---|---|---|---|---|---|"]
 
 
 def line(row: dict) -> str:
-    memory = f"{row['peak_memory_mb']:.0f}" if "peak_memory_mb" in row else "–"
     speeds = " | ".join(f"{row[name]:,.0f}" for name in ("images_per_second", "least", "most"))
-    return f"| {row['batch']} | {row['mode']} | {row['row']} | {speeds} | {memory} | {row['warm_up_s']:.1f} |"
+    return f"| {row['batch']} | {row['mode']} | {row['row']} | {speeds} | {row['warm_up_s']:.1f} |"
 
 
 def write(output: Path, described: dict, rows: list[dict]) -> None:

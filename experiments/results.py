@@ -479,14 +479,32 @@ def summary(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> 
     return "\n".join(lines)
 
 
+def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> Iterator[str]:
+    """Explicit dropout on values against stochastic dropout and against nothing, where there are five pairs."""
+    for name, dataset in COLUMNS.items():
+        row = named("explicit_v+explicit", reduction=reductions[name])
+        said = []
+        for other, words in ((BASELINE, "`nn.Dropout`"), ("none+none", "no regulariser")):
+            found = pairs(analyses[name], Contrast(name, row, other), same_settings=False)
+            if found.n >= ENOUGH:
+                estimate = found.estimate
+                said.append(f"{percent(estimate.mean, signed=True)} {interval(estimate, signed=True)} to {words}")
+        if said:
+            yield f"- {dataset}, values and feed-forward: {', '.join(said)}."
+
+
 def readme(root: Path) -> str:
     """README.md with its summary made anew."""
     sources = {name: source(name, root) for name in COLUMNS}
     analyses = {part.experiment.name: part.analysis for found in sources.values() for part in found.parts}
+    averaged = reductions({name: found.module for name, found in sources.items()})
     text = (root / "README.md").read_text(encoding="utf-8")
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    made = summary(analyses, reductions({name: found.module for name, found in sources.items()}))
+    made = "\n".join([
+        summary(analyses, averaged), "", "Paired differences in points, with 95 % intervals:", "",
+        *compared(analyses, averaged),
+    ])  # fmt: skip
     return f"{before}{MARKS[0]}\n\n{made}\n\n{MARKS[1]}{after}"
 
 

@@ -5,8 +5,8 @@
 
 The paper's TSN features (Kinetics, ActivityNet) were not available to us; the same settings run on them, where somebody
 has the files, by EXPLICIT_DROPOUT_THUMOS14=thumos14_kinetics (or thumos14_activitynet). I3D rows are named for what
-they are and stand beside no number of the paper. Cost: for each of 440 runs 4 epochs of 285 steps on 36 598 windows, and
-0.9 to 3.3 GiB of GPU memory; 6.5 seconds of an H200 with ten runs at once.
+they are and stand beside no number of the paper. Cost: for each of 440 runs 4 epochs of 285 steps on 36 598 windows,
+and 0.9 to 3.3 GiB of GPU memory; 6.5 seconds of an H200 with ten runs at once.
 """
 
 import os

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         complain(str(error))
         return BAD_INPUT
+    except BrokenPipeError:  # whoever reads along has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         from explicit_dropout.cli.output import console
 
