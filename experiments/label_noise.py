@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from explicit_dropout.lab.config import Run
-from explicit_dropout.lab.experiment import Experiment, module_of
-from explicit_dropout.lab.rows import BASELINE, treatments
+from explicit_dropout.lab.experiment import Experiment, Question, module_of
+from explicit_dropout.lab.rows import BASELINE, named, treatments
 
 TABLE1 = module_of(Path(__file__).with_name("table1.py"))
 SHARES = (0.4, 0.2)
+EXPLICIT = named("explicit_v+explicit", law=TABLE1.LAW, reduction=TABLE1.REDUCTION)
 ROWS = ("none+none", BASELINE, "explicit_v+explicit", "drop_key+implicit")
 
 
@@ -35,6 +36,12 @@ def experiment() -> list[Experiment]:
                 for treatment in made
             ),
             baseline=BASELINE,
+            questions=(
+                Question(
+                    "Does it help against label noise?",
+                    tuple((EXPLICIT, other) for other in (BASELINE, "none+none", "drop_key+implicit")),
+                ),
+            ),
             notes=(
                 f"{100 * share:.0f} % of the training labels are replaced by a class drawn at random, which may be the "
                 "right one; validation and test labels are clean.",

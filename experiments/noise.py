@@ -10,7 +10,7 @@ acts where `none+implicit` has its own, with the same masks for the same seed.
 from pathlib import Path
 
 from explicit_dropout.lab.config import Run
-from explicit_dropout.lab.experiment import Experiment, module_of
+from explicit_dropout.lab.experiment import Experiment, Question, module_of
 from explicit_dropout.lab.rows import BASELINE, named, treatments
 
 TABLE1 = module_of(Path(__file__).with_name("table1.py"))
@@ -36,5 +36,15 @@ def experiment() -> Experiment:
             for treatment in made
         ),
         baseline=named(ROW, **EXPLICIT),
+        questions=(
+            Question(
+                "Is part of dropout's benefit its noise? Explicit dropout with a little noise against either alone.",
+                tuple(
+                    (named(ROW, **EXPLICIT, extra_dropout=rate), other)
+                    for rate in RATES
+                    for other in (named(ROW, **EXPLICIT), named(BASELINE, rate=rate))
+                ),
+            ),
+        ),
         notes=(f"λ = {TABLE1.STRENGTH:g} and learning rate {TABLE1.LEARNING_RATE:g} throughout.",),
     )

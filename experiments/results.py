@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.experiment import load_experiments, module_of
 from explicit_dropout.lab.report import markdown, results_table
+from explicit_dropout.lab.report.answers import ENOUGH, answers, pairs
 from explicit_dropout.lab.report.formats import prose
 from explicit_dropout.lab.report.reading import Part, read
 from explicit_dropout.lab.report.tables import (
@@ -30,15 +30,12 @@ from explicit_dropout.lab.report.tables import (
     interval,
     measured,
     percent,
-    probability,
 )
-from explicit_dropout.lab.rows import BASELINE, EXPLICIT, named
-from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, differences, edges, holm
+from explicit_dropout.lab.rows import BASELINE, named
+from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, differences, edges
 from explicit_dropout.lab.store import Store
 
 HERE = Path(__file__).parent
-ENOUGH = 5
-"""Pairs without which nothing is concluded."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def page(root: Path) -> str:
         "over tokens, or sums over tokens where a row says token sums.",
         "",
         *overview(sources.values()),
-        *answers(analyses, {name: found.module for name, found in sources.items()}),
+        *answered(analyses.values()),
         *beyond_accuracy(analyses.values()),
         "## How settings were chosen",
         "",
@@ -265,167 +262,17 @@ def share(configuration: Configuration) -> Estimate:
 # ---------------------------------------------------------------------------------------------- answers
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """Is row `a` better than row `b` of an experiment?"""
-
-    experiment: str
-    a: str
-    b: str
-
-
-@dataclass(frozen=True)
-class Question:
-    text: str
-    contrasts: tuple[Contrast, ...]
-    same_settings: bool = False  # compare run by run at equal λ, learning rate, seed and split, not the chosen ones
-
-
-def reductions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
-    """How the tables of the paper average J here."""
-    cifar = modules["table1"].REDUCTION
-    others = {"table3": modules["table3"].REDUCTION, "table4": modules["table4"].REDUCTIONS[0]}
-    return {"table1": cifar, "table2": cifar, **others}
-
-
-def questions(modules: Mapping[str, ModuleType]) -> list[Question]:
-    table1 = modules["table1"]
-    settings = {table: {"reduction": reduction} for table, reduction in reductions(modules).items()}
-    cifar = settings["table1"]
-    explicit = named("explicit_v+explicit", law=table1.LAW, **cifar)
-    return [
-        Question(
-            "Does explicit dropout match or beat stochastic dropout?",
-            tuple(
-                Contrast(table, named(row, **given), BASELINE)
-                for table, given in settings.items()
-                for row in ("explicit_v+explicit", "explicit_av+explicit", "none+explicit")
-            ),
-        ),
-        Question(
-            "Does stochastic dropout itself help, against no regulariser at all?",
-            tuple(Contrast(table, row, "none+none") for table in settings for row in (BASELINE, "drop_key+implicit")),
-        ),
-        Question(
-            "Are the rows of queries and keys the same under `paper`, as the algebra says?",
-            tuple(
-                Contrast(table, named("explicit_q+explicit", **given), named("explicit_k+explicit", **given))
-                for table, given in settings.items()
-            ),
-            same_settings=True,
-        ),
-        Question(
-            "Do exact laws beat the paper's approximation?",
-            tuple(
-                Contrast(table, named(row, law=law, **given), named(row, **given))
-                for table, given in settings.items()
-                for row in EXPLICIT
-                for law in ("bernoulli", "inverted")
-            ),
-        ),
-        Question(
-            "Does it beat plain activation L2, and no regulariser at all?",
-            tuple(
-                Contrast(table, named("explicit_v+explicit", **given), named(control, **given))
-                for table, given in settings.items()
-                for control in ("none+activation_l2", "none+weight_decay", "none+none")
-            ),
-        ),
-        Question(
-            "Is part of dropout's benefit its noise? Explicit dropout with a little noise against either alone.",
-            tuple(
-                Contrast("noise", named("explicit_v+explicit", law=table1.LAW, **cifar, extra_dropout=rate), other)
-                for rate in (0.05, 0.1)
-                for other in (explicit, named(BASELINE, rate=rate))
-            ),
-        ),
-        Question(
-            "Does it help against label noise?",
-            tuple(
-                Contrast(f"label_noise_{share}", explicit, other)
-                for share in (20, 40)
-                for other in (BASELINE, "none+none", "drop_key+implicit")
-            ),
-        ),
-    ]
-
-
-def answers(analyses: Mapping[str, Analysis], modules: Mapping[str, ModuleType]) -> list[str]:
+def answered(analyses: Iterable[Analysis]) -> list[str]:
+    """Every question once, with what each experiment says to it."""
+    asked: dict[str, list[str]] = {}
+    for analysis in analyses:
+        for question in analysis.experiment.questions:
+            said = asked.setdefault(question.text, [])
+            said += [f"- {label(analysis)}: {sentence}" for sentence in answers(analysis, question)]
     lines = ["## Answers", ""]
-    for question in questions(modules):
-        lines += [f"### {question.text}", "", *answered(question, analyses), ""]
+    for text, said in asked.items():
+        lines += [f"### {text}", "", *said, ""]
     return lines
-
-
-def answered(question: Question, analyses: Mapping[str, Analysis]) -> Iterator[str]:
-    """What five repetitions and more say; of the others, how many there are."""
-    found = {c: pairs(analyses[c.experiment], c, same_settings=question.same_settings) for c in question.contrasts}
-    p_values = {str(c): f.estimate.p for c, f in found.items() if f.n >= ENOUGH and f.estimate.p is not None}
-    adjusted = holm(p_values, family=len(question.contrasts))
-    for name in dict.fromkeys(contrast.experiment for contrast in question.contrasts):
-        own = {contrast: pairing for contrast, pairing in found.items() if contrast.experiment == name}
-        for contrast, pairing in own.items():
-            if pairing.n >= ENOUGH:
-                p = adjusted.get(str(contrast))
-                said = same(contrast, pairing) if question.same_settings else verdict(contrast, pairing, p)
-                yield f"- {label(analyses[name])}: {said}"
-        few = [pairing.n for pairing in own.values() if pairing.n < ENOUGH]
-        if few:
-            n = f"{min(few)} to {max(few)}" if min(few) < max(few) else str(few[0])
-            left = f" for {len(few)} of {len(own)} comparisons" if len(few) < len(own) else ""
-            yield f"- {label(analyses[name])}: not enough runs yet{left} (n = {n})."
-
-
-class Pairs(NamedTuple):
-    """Differences of two rows in the test metric, over n seeds and splits. `complete` if all their runs are there."""
-
-    estimate: Estimate
-    n: int
-    complete: bool
-
-
-def pairs(analysis: Analysis, contrast: Contrast, *, same_settings: bool) -> Pairs:
-    a, b = (analysis[name] for name in (contrast.a, contrast.b))
-    compared = [(a.chosen, b.chosen)] if a.chosen and b.chosen else []
-    if same_settings:
-        twins = {twin(c.run): c for c in b.configurations}
-        compared = [(c, twins[twin(c.run)]) for c in a.configurations if twin(c.run) in twins]
-    repetitions: set[tuple[int, int]] = set()
-    values: list[float] = []
-    for ours, theirs in compared:
-        shared = sorted(ours.scores.keys() & theirs.scores.keys())
-        repetitions |= set(shared)
-        values += [ours.scores[pair] - theirs.scores[pair] for pair in shared]
-    return Pairs(Estimate(tuple(values)), len(repetitions), a.complete and b.complete)
-
-
-def twin(run: Run) -> Run:
-    """A run without its place of the penalty in attention."""
-    return replace(run, treatment=replace(run.treatment, attention="none"))
-
-
-def verdict(contrast: Contrast, found: Pairs, p: float | None) -> str:
-    """Better or worse only if that holds beside all comparisons of the question."""
-    a, b, estimate = f"`{contrast.a}`", f"`{contrast.b}`", found.estimate
-    provisional = "" if found.complete else " Provisional: runs of these rows are missing."
-    if estimate.mean is None or p is None:
-        return f"all {found.n} differences of {a} to {b} are {percent(estimate.mean, signed=True)} points.{provisional}"
-    said = f"{percent(estimate.mean, signed=True)} points, {interval(estimate, signed=True)}, n = {found.n}"
-    said += f", p (Holm) {probability(p)}"
-    if p < 0.05:
-        return f"{a} is {'better' if estimate.mean > 0 else 'worse'} than {b} ({said}).{provisional}"
-    return f"no difference is shown between {a} and {b} ({said}).{provisional}"
-
-
-def same(contrast: Contrast, found: Pairs) -> str:
-    """Of two rows that should be one: how many runs came to the same number, and how far the others are apart."""
-    values = found.estimate.values
-    equal = sum(value == 0 for value in values)
-    return (
-        f"at the same λ, learning rate, seed and split {equal} of {len(values)} runs of `{contrast.a}` have the score "
-        f"of `{contrast.b}`; the others are at most {percent(max(map(abs, values)))} points apart, "
-        f"{percent(found.estimate.mean, signed=True)} in the mean over all (n = {found.n} seeds)."
-    )
 
 
 DIAGNOSED = ("row", "train_metric", "gap", "train_loss", "test_loss", "calibration_error", "n")
@@ -467,6 +314,13 @@ COLUMNS = {"table1": "CIFAR-10", "table2": "CIFAR-100", "table3": "THUMOS14-I3D"
 MARKS = "<!-- begin results -->", "<!-- end results -->"
 
 
+def reductions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
+    """How the tables of the paper average J here."""
+    cifar = modules["table1"].REDUCTION
+    others = {"table3": modules["table3"].REDUCTION, "table4": modules["table4"].REDUCTIONS[0]}
+    return {"table1": cifar, "table2": cifar, **others}
+
+
 def summary(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> str:
     """Test numbers of the rows that answers are about, as far as there are five of each."""
     lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---|" * len(COLUMNS)]
@@ -485,7 +339,7 @@ def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) ->
         row = named("explicit_v+explicit", reduction=reductions[name])
         said = []
         for other, words in ((BASELINE, "`nn.Dropout`"), ("none+none", "no regulariser")):
-            found = pairs(analyses[name], Contrast(name, row, other), same_settings=False)
+            found = pairs(analyses[name], row, other)
             if found.n >= ENOUGH:
                 estimate = found.estimate
                 said.append(f"{percent(estimate.mean, signed=True)} {interval(estimate, signed=True)} to {words}")

@@ -13,7 +13,7 @@ from typing import Literal
 
 from explicit_dropout.lab.config import Data, LawName, Model, Run, Training
 from explicit_dropout.lab.experiment import Experiment
-from explicit_dropout.lab.rows import BASELINE, COINCIDENCE, paper_numbers, paper_treatments
+from explicit_dropout.lab.rows import BASELINE, COINCIDENCE, paper_numbers, paper_questions, paper_treatments
 
 SEEDS = range(5)
 REDUCTION: Literal["token", "sample"] = "token"
@@ -50,6 +50,7 @@ def experiment() -> Experiment:
         ),
         baseline=BASELINE,
         paper=paper_numbers("table1", reduction=REDUCTION),
+        questions=paper_questions(reduction=REDUCTION),
         notes=(
             COINCIDENCE,
             "35 000 training, 15 000 validation and 10 000 test images.",

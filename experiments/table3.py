@@ -14,7 +14,7 @@ from typing import Literal
 
 from explicit_dropout.lab.config import Data, Model, Run, Training
 from explicit_dropout.lab.experiment import Experiment
-from explicit_dropout.lab.rows import BASELINE, COINCIDENCE, paper_numbers, paper_treatments
+from explicit_dropout.lab.rows import BASELINE, COINCIDENCE, paper_numbers, paper_questions, paper_treatments
 
 SEEDS = range(5)
 STRENGTHS = (1e-3, 1e-4, 5e-3, 5e-4)
@@ -41,6 +41,7 @@ def experiment() -> Experiment:
         baseline=BASELINE,
         metric="mean_average_precision",
         paper=paper_numbers(PAPER[FEATURES], reduction=REDUCTION) if FEATURES in PAPER else {},
+        questions=paper_questions(reduction=REDUCTION),
         notes=(
             COINCIDENCE,
             "Windows of 64 steps, the label of the last; training videos split 70:30 by video.",

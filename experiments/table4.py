@@ -12,7 +12,7 @@ from typing import Literal
 
 from explicit_dropout.lab.config import Data, Model, Run, Training
 from explicit_dropout.lab.experiment import Experiment
-from explicit_dropout.lab.rows import BASELINE, COINCIDENCE, paper_numbers, paper_treatments
+from explicit_dropout.lab.rows import BASELINE, COINCIDENCE, paper_numbers, paper_questions, paper_treatments
 
 SEEDS = range(5)
 STRENGTHS = (1e-3, 5e-3, 1e-4, 5e-4)
@@ -42,6 +42,7 @@ def experiment() -> Experiment:
             for reduction in REDUCTIONS
             for row, numbers in paper_numbers("table4", reduction=reduction).items()
         },
+        questions=paper_questions(reduction=REDUCTIONS[0]),
         notes=(
             COINCIDENCE,
             "Every seed has a split of its own (72/18/10 %, clips with equal audio on one side). There are about 100 "

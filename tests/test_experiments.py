@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from explicit_dropout.errors import InputError
 from explicit_dropout.lab import penalties
 from explicit_dropout.lab.config import Model, Treatment
-from explicit_dropout.lab.experiment import Experiment, load_experiments, module_of
+from explicit_dropout.lab.experiment import Experiment, Question, load_experiments, module_of
 from explicit_dropout.lab.models import Transformer
+from explicit_dropout.lab.report.answers import answers
 from explicit_dropout.lab.rows import PAPER_ROWS, named, paper_numbers, paper_treatments, treatments
 from explicit_dropout.lab.statistics import analyse
 from explicit_dropout.lab.store import Store
@@ -152,17 +154,17 @@ def results_of(made, difference):
         yield run, {"validation": {"accuracy": 0.8}, "test": {"accuracy": 0.8 + 0.01 * run.seed + ours}}
 
 
-def test_what_is_not_significant_among_all_comparisons_of_a_question_is_no_verdict(page_maker):
+def test_what_is_not_significant_among_all_comparisons_of_a_question_is_no_verdict():
     base = next(iter(runs_of("table4").values()))
     rows = [Treatment(), *(Treatment(feed_forward="weight_decay", strength=0.1, rate=p) for p in (0.1, 0.2, 0.3, 0.4))]
     runs = tuple(replace(base, treatment=row, seed=seed) for row in rows for seed in range(5))
     made = Experiment("x", "x", runs, baseline="none+none")
     analysis = analyse(made, results_of(made, [0.01, 0.02, 0.03, 0.001, 0.012]))  # alone: p = 0.037
-    contrasts = tuple(page_maker.Contrast("x", row.row, "none+none") for row in rows[1:])
+    contrasts = tuple((row.row, "none+none") for row in rows[1:])
     for asked, said in ((contrasts[:1], "is better"), (contrasts, "no difference is shown")):
-        answers = list(page_maker.answered(page_maker.Question("?", asked), {"x": analysis}))
-        assert len(answers) == len(asked)
-        assert all(said in answer for answer in answers)
+        found = list(answers(analysis, Question("?", asked)))
+        assert len(found) == len(asked)
+        assert all(said in answer for answer in found)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +177,20 @@ def test_what_is_not_significant_among_all_comparisons_of_a_question_is_no_verdi
         ([0.01, 0.012, 0.011, 0.009], "not enough runs yet (n = 4)"),
     ],
 )
-def test_five_pairs_make_a_verdict_and_four_do_not(page_maker, difference, said):
+def test_five_pairs_make_a_verdict_and_four_do_not(difference, said):
     base = next(iter(runs_of("table4").values()))
     rows = (Treatment(), Treatment(feed_forward="weight_decay", strength=0.1))
     runs = tuple(replace(base, treatment=row, seed=seed) for row in rows for seed in range(len(difference)))
-    made = Experiment("x", "x", runs, baseline="none+none")
-    question = page_maker.Question("?", (page_maker.Contrast("x", "none+weight_decay", "none+none"),))
-    (answer,) = page_maker.answered(question, {"x": analyse(made, results_of(made, difference))})
+    question = Question("?", (("none+weight_decay", "none+none"),))
+    made = Experiment("x", "x", runs, baseline="none+none", questions=(question,))
+    (answer,) = answers(analyse(made, results_of(made, difference)), question)
     assert said in answer
+
+
+def test_a_question_about_a_row_that_is_not_there_is_an_error():
+    (run, *_) = runs_of("table4").values()
+    with pytest.raises(InputError, match=r"questions.*about the rows.*nothing\+none"):
+        Experiment("x", "x", (run,), baseline=run.row, questions=(Question("?", ((run.row, "nothing+none"),)),))
 
 
 def test_the_page_can_be_checked_from_the_command_line(page_maker, capsys, monkeypatch, tmp_path):

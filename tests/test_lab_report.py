@@ -14,6 +14,7 @@ import pytest
 
 import synthetic_sweep as synthetic
 from explicit_dropout.lab.config import Data
+from explicit_dropout.lab.experiment import Question
 from explicit_dropout.lab.report import build, latex, markdown, tables, write_report
 from explicit_dropout.lab.report.curves import course, sites
 from explicit_dropout.lab.report.heatmaps import colour_range
@@ -397,3 +398,23 @@ def test_findings_are_sentences_about_the_table(complete):
     assert "After Holm's correction for 7 comparisons" in told
     assert "arora_q+explicit (−2" in told
     assert findings(analyse(made, []))[-1].endswith("has no result yet, so nothing can be compared with it.")
+
+
+def test_questions_of_an_experiment_are_answered_in_every_report_for_readers(tmp_path):
+    store = Store(tmp_path / "store")
+    rows = ("none+implicit", "explicit_v+explicit", "arora_q+explicit")
+    made = synthetic.experiment(rows, range(5), (1e-3,), (1e-3,), epochs=3)
+    questions = (
+        Question("Is `explicit` <better>?", (("explicit_v+explicit", "none+implicit"),)),
+        Question("And Arora's?", (("arora_q+explicit", "explicit_v+explicit"),)),
+    )
+    made = replace(made, questions=questions)
+    synthetic.write(store, [run for run in made.runs if run.row != "arora_q+explicit" or run.seed < 4])
+    report = build(store, [(made, "x.py")])
+    page = Page(report.html())
+    for text in (page.text, report.markdown()):
+        assert "And Arora's?" in text
+        assert "n = 5, p (Holm)" in text
+        assert "ot enough runs yet (n = 4)" in text
+    assert "Is explicit <better>?" in page.text
+    assert ("section", {"id": "e1-answers"}) in page.elements

@@ -20,6 +20,21 @@ from explicit_dropout.lab.config import Metric, Run
 
 
 @dataclass(frozen=True)
+class Question:
+    """What an experiment is to decide.
+
+    Args:
+        text: the question, in words.
+        contrasts: pairs of rows (a, b): is a better than b?
+        same_settings: compare run by run at equal λ, learning rate, seed and split, instead of what was chosen of each.
+    """
+
+    text: str
+    contrasts: tuple[tuple[str, str], ...]
+    same_settings: bool = False
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A table in the making.
 
@@ -33,6 +48,7 @@ class Experiment:
         paper: numbers of the paper by row, in percent: {"mean": …, "std": …}. Shown beside ours, never in their place.
         paper_cells: where the paper gives a whole grid: row → learning rate → λ → numbers.
         notes: what a reader has to know: dataset, deviations from the paper.
+        questions: which rows are compared, and why; the report answers them.
     """
 
     name: str
@@ -43,12 +59,16 @@ class Experiment:
     paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     paper_cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    questions: tuple[Question, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.runs:
             raise InputError("runs", "at least one run", "none")
         if self.baseline not in self.rows:
             raise InputError("baseline", f"one of the rows {', '.join(self.rows)}", repr(self.baseline))
+        for name in (name for question in self.questions for pair in question.contrasts for name in pair):
+            if name not in self.rows:
+                raise InputError("questions", f"about the rows {', '.join(self.rows)}", repr(name))
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.config import AttentionTreatment, FeedForwardTreatment, LawName, Treatment, has_strength
+from explicit_dropout.lab.experiment import Question
 
 STOCHASTIC = ("drop_attention+implicit", "drop_key+implicit", "none+implicit")
 PRIOR = ("arora_q+explicit", "arora_k+explicit", "arora_v+explicit", "none+arora")
@@ -27,6 +28,8 @@ CONTROLS = ("none+none", "none+activation_l2", "none+weight_decay")
 """No regulariser at all, activation L2, weight decay alone."""
 
 BASELINE = "none+implicit"
+EXACT: tuple[LawName, ...] = ("bernoulli", "inverted")
+"""Laws that are no approximation."""
 
 COINCIDENCE = (
     "drop_attention and drop_key are one computation where weights are dropped one by one and rows renormalised: with "
@@ -68,7 +71,7 @@ def paper_treatments(strengths: Iterable[float], **settings: Any) -> Iterator[Tr
     strengths = tuple(strengths)
     for row in (*PAPER_ROWS, *CONTROLS):
         yield from treatments(row, strengths, **settings)
-    for law in ("bernoulli", "inverted"):
+    for law in EXACT:
         for row in EXPLICIT:
             yield from treatments(row, strengths, law=law, **settings)
 
@@ -76,6 +79,35 @@ def paper_treatments(strengths: Iterable[float], **settings: Any) -> Iterator[Tr
 def named(row: str, **settings: Any) -> str:
     """What a row of the paper is called here under some settings: `explicit_v+explicit [token sums]`."""
     return next(treatments(row, [1.0], **settings)).row
+
+
+def paper_questions(**settings: Any) -> tuple[Question, ...]:
+    """What the paper's tables are asked here, of rows under some settings."""
+    explicit = {row: named(row, **settings) for row in EXPLICIT}
+    values = explicit["explicit_v+explicit"]
+    return (
+        Question(
+            "Does explicit dropout match or beat stochastic dropout?",
+            tuple((explicit[f"{site}+explicit"], BASELINE) for site in ("explicit_v", "explicit_av", "none")),
+        ),
+        Question(
+            "Does stochastic dropout itself help, against no regulariser at all?",
+            tuple((row, "none+none") for row in (BASELINE, "drop_key+implicit")),
+        ),
+        Question(
+            "Are the rows of queries and keys the same under `paper`, as the algebra says?",
+            ((explicit["explicit_q+explicit"], explicit["explicit_k+explicit"]),),
+            same_settings=True,
+        ),
+        Question(
+            "Do exact laws beat the paper's approximation?",
+            tuple((named(row, law=law, **settings), explicit[row]) for row in EXPLICIT for law in EXACT),
+        ),
+        Question(
+            "Does it beat plain activation L2, and no regulariser at all?",
+            tuple((values, named(row, **settings)) for row in ("none+activation_l2", "none+weight_decay", "none+none")),
+        ),
+    )
 
 
 def paper_numbers(table: str, **settings: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from explicit_dropout.errors import StoreError
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.report import commands, formats, page
+from explicit_dropout.lab.report.answers import answers
 from explicit_dropout.lab.report.formats import console_table, latex, markdown
 from explicit_dropout.lab.report.page import Live
 from explicit_dropout.lab.report.reading import Part, found, read
@@ -46,6 +47,9 @@ class Report:
             lines = [f"# {formats.prose(experiment.title)}", ""]
             lines += [formats.prose(sentence) for sentence in page.findings(part.analysis)]
             lines += ["", *(f"- {formats.prose(note)}" for note in experiment.notes)]
+            for question in experiment.questions:
+                said = answers(part.analysis, question)
+                lines += ["", f"**{formats.prose(question.text)}**", "", *(f"- {sentence}" for sentence in said)]
             for table in tables_of(part.analysis):
                 heading = "Results" if table.name == experiment.name else table.title.rsplit(": ", 1)[-1].capitalize()
                 lines += ["", f"## {heading}", "", markdown(table)]

@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from explicit_dropout import __version__
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.report import commands
+from explicit_dropout.lab.report.answers import answers
 from explicit_dropout.lab.report.curves import DEPTHS, penalty_curves, row_curves, spark
 from explicit_dropout.lab.report.forest import forest, verdict
 from explicit_dropout.lab.report.heatmaps import views
@@ -74,6 +75,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters["breakable"] = breakable
+    made.filters["coded"] = coded
     made.filters["groupby_run"] = column_groups
     made.filters["css"] = column_class
     made.globals["style"] = Markup(load("style.css"))
@@ -84,6 +86,15 @@ def _environment() -> Environment:
 def breakable(text: str) -> Markup:
     """A name that may be broken after + and _ where there is little room."""
     return Markup(_BREAKS.sub(r"\1<wbr>", str(escape(text))))
+
+
+def coded(text: str) -> Markup:
+    """A sentence whose words in backticks are names."""
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(breakable(part)) if number % 2 else escape(part)
+        for number, part in enumerate(parts)
+    )
 
 
 _BREAKS = re.compile(r"(?<=[a-z])([+_])(?=[a-z])")
@@ -132,6 +143,10 @@ def part_view(part: Part, anchor: str, store: str) -> dict[str, Any]:
         },
         "bar": progress_bar(analysis.planned, analysis.finished, len(begun), analysis.failed),
         "findings": findings(analysis),
+        "answers": [
+            (question.text, [said[0].upper() + said[1:] for said in answers(analysis, question)])
+            for question in experiment.questions
+        ],
         "results": results,
         "rows": rows,
         "paper_only": [name for name in experiment.paper if name not in experiment.rows],

@@ -1,0 +1,89 @@
+"""What an experiment says to its questions, in sentences: only where there are five pairs, and with what is uncertain.
+
+Rows are compared over the pairs (seed, split) that both have, as in the tables, and p-values are adjusted by Holm's
+method over the comparisons of a question. Names of rows stand in backticks; sentences begin in lower case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from explicit_dropout.lab.config import Run
+from explicit_dropout.lab.experiment import Question
+from explicit_dropout.lab.report.tables import interval, percent, probability
+from explicit_dropout.lab.statistics import Analysis, Estimate, holm
+
+ENOUGH = 5
+"""Pairs without which nothing is concluded."""
+
+
+class Pairs(NamedTuple):
+    """Differences of two rows in the test metric, over n seeds and splits. `complete` if all their runs are there."""
+
+    estimate: Estimate
+    n: int
+    complete: bool
+
+
+def answers(analysis: Analysis, question: Question) -> Iterator[str]:
+    """A sentence for each comparison that has enough pairs, and one for all the others."""
+    found = {(a, b): pairs(analysis, a, b, same_settings=question.same_settings) for a, b in question.contrasts}
+    p_values = {f"{a} {b}": f.estimate.p for (a, b), f in found.items() if f.n >= ENOUGH and f.estimate.p is not None}
+    adjusted = holm(p_values, family=len(question.contrasts))
+    for (a, b), pairing in found.items():
+        if pairing.n >= ENOUGH:
+            p = adjusted.get(f"{a} {b}")
+            yield same(a, b, pairing) if question.same_settings else verdict(a, b, pairing, p)
+    few = [pairing.n for pairing in found.values() if pairing.n < ENOUGH]
+    if few:
+        n = f"{min(few)} to {max(few)}" if min(few) < max(few) else str(few[0])
+        left = f" for {len(few)} of {len(found)} comparisons" if len(few) < len(found) else ""
+        yield f"not enough runs yet{left} (n = {n})."
+
+
+def pairs(analysis: Analysis, a: str, b: str, *, same_settings: bool = False) -> Pairs:
+    """Row a minus row b: of the chosen configurations, or of all that differ in nothing but the site in attention."""
+    ours, theirs = analysis[a], analysis[b]
+    compared = [(ours.chosen, theirs.chosen)] if ours.chosen and theirs.chosen else []
+    if same_settings:
+        twins = {_twin(c.run): c for c in theirs.configurations}
+        compared = [(c, twins[_twin(c.run)]) for c in ours.configurations if _twin(c.run) in twins]
+    repetitions: set[tuple[int, int]] = set()
+    values: list[float] = []
+    for mine, other in compared:
+        shared = sorted(mine.scores.keys() & other.scores.keys())
+        repetitions |= set(shared)
+        values += [mine.scores[pair] - other.scores[pair] for pair in shared]
+    return Pairs(Estimate(tuple(values)), len(repetitions), ours.complete and theirs.complete)
+
+
+def _twin(run: Run) -> Run:
+    """A run without its place of the penalty in attention."""
+    return replace(run, treatment=replace(run.treatment, attention="none"))
+
+
+def verdict(a: str, b: str, found: Pairs, p: float | None) -> str:
+    """Better or worse only if that holds beside all comparisons of the question."""
+    estimate = found.estimate
+    provisional = "" if found.complete else " Provisional: runs of these rows are missing."
+    if estimate.mean is None or p is None:
+        mean = percent(estimate.mean, signed=True)
+        return f"all {found.n} differences of `{a}` to `{b}` are {mean} points.{provisional}"
+    said = f"{percent(estimate.mean, signed=True)} points, {interval(estimate, signed=True)}, n = {found.n}"
+    said += f", p (Holm) {probability(p)}"
+    if p < 0.05:
+        return f"`{a}` is {'better' if estimate.mean > 0 else 'worse'} than `{b}` ({said}).{provisional}"
+    return f"no difference is shown between `{a}` and `{b}` ({said}).{provisional}"
+
+
+def same(a: str, b: str, found: Pairs) -> str:
+    """Of two rows that should be one: how many runs came to the same number, and how far the others are apart."""
+    values = found.estimate.values
+    equal = sum(value == 0 for value in values)
+    return (
+        f"at the same λ, learning rate, seed and split {equal} of {len(values)} runs of `{a}` have the score of `{b}`; "
+        f"the others are at most {percent(max(map(abs, values)))} points apart, "
+        f"{percent(found.estimate.mean, signed=True)} in the mean over all (n = {found.n} seeds)."
+    )
