@@ -546,6 +546,21 @@ def test_evaluation_collects_nothing_and_keeps_no_graph(way):
         assert torch.equal(output, model(images()))
 
 
+def test_a_call_in_inference_mode_leaves_nothing_behind_that_training_trips_over():
+    model = encoder(dim_feedforward=1024)
+    reg = xd.ExplicitDropout(model, xd.inverted(0.2), **LINEAR)
+    x = torch.randn(2, 5, 16)
+    model(x)
+    with torch.inference_mode():
+        told = reg()
+    other = encoder(dim_feedforward=1024)
+    for trained, own in ((model, reg), (other, xd.ExplicitDropout(other, xd.inverted(0.2), **LINEAR))):
+        loss = trained(x).square().mean()
+        penalty = own()
+        (loss + penalty).backward()
+        assert_close(penalty.detach(), told.clone())
+
+
 def test_evaluation_between_forward_pass_and_call_changes_nothing():
     model = vit()
     expected = vit_plain(model)
@@ -667,6 +682,22 @@ def test_function_transforms_see_through_the_penalty():
     found = torch.func.grad(objective)({name: p.detach() for name, p in model.named_parameters()})
     for name, gradient in expected.items():
         assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_function_transforms_see_through_padding_too():
+    model, x = encoder(layers=1), torch.randn(2, 5, 16)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
+    reg = xd.ExplicitDropout(model, NOISE, **LINEAR)
+
+    def objective(parameters):
+        output = torch.func.functional_call(model, parameters, (x,), {"src_key_padding_mask": padding})
+        return output.square().sum() + reg()
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    found = torch.func.grad(objective)(parameters)
+    (model(x, src_key_padding_mask=padding).square().sum() + reg()).backward()
+    for name, parameter in model.named_parameters():
+        assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_queries_that_the_model_changes_in_place_are_refused():

@@ -158,6 +158,17 @@ def test_any_layout_of_memory_will_do(layout):
         close(energy.detach(), plainly(x, bias, by_column)[1].float(), 1e-5)
 
 
+@pytest.mark.parametrize(
+    "x", [torch.zeros(5, 0, 16).transpose(0, 1), torch.zeros(0, 5, 16), torch.empty_strided((4, 3, 0), (7, 5, 1))]
+)
+def test_an_empty_tensor_may_have_any_strides(x):
+    x = x.to(DEVICE).requires_grad_()
+    passed, energies = kernels.passing(x)
+    (passed.sum(1).sin().sum() + energies.sum()).backward()  # the gradient that comes back has strides of its own
+    assert energies.sum() == 0
+    assert x.grad.shape == x.shape
+
+
 def test_nothing_of_a_row_that_does_not_count_is_seen():
     x, mask = draw((4, 9, 20)), torch.rand(4, 9, device=DEVICE) < 0.5
     x[~mask] = torch.nan

@@ -86,11 +86,12 @@ class Total:
         key = device, dtype, *numbers, *units, *lengths
         found = self._kept.get(key)
         if found is None:
-            both = torch.tensor([numbers, units], dtype=dtype)
-            both = both if set(lengths) == {1} else both.repeat_interleave(torch.tensor(lengths), dim=1)
-            if device.type == "cuda":  # without waiting for the GPU
-                both = both.pin_memory().to(device, non_blocking=True)
-            found = both[0], both[1]
+            with torch.inference_mode(False):  # kept, and used outside of it as well
+                both = torch.tensor([numbers, units], dtype=dtype)
+                both = both if set(lengths) == {1} else both.repeat_interleave(torch.tensor(lengths), dim=1)
+                if device.type == "cuda":  # without waiting for the GPU
+                    both = both.pin_memory().to(device, non_blocking=True)
+                found = both[0], both[1]
         kept[key] = found
         if not any(unknown):
             return found

@@ -31,7 +31,8 @@ class _Room(threading.local):
         if size < SMALL_ELEMENTS:
             return None
         if self.kept.numel() < size:
-            self.kept = torch.empty(size)
+            with torch.inference_mode(False):  # it may be asked for in there, and is used outside of it as well
+                self.kept = torch.empty(size)
         return self.kept[:size].view(block.shape)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -143,6 +144,8 @@ def sources(rows: int, columns: int, samples: int, by_column: bool, device: torc
 
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
     """Rows and columns of a tensor and the strides of both; None where its rows lie at no regular distance."""
+    if 0 in shape:  # any strides will do, and `contiguous` would leave them as they are
+        return prod(shape[:-1]), shape[-1], shape[-1], 1
     rows, row = 1, 0
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
         if size == 1:
