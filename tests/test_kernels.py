@@ -1,8 +1,7 @@
 """The kernels equal plain torch, in value and gradient, and are the same bits every time.
 
-On a GPU they run as they are. Without one, energies are those that a CPU has, and scores need Triton to interpret its
-kernels (TRITON_INTERPRET=1, and energies are Triton's then); otherwise only the operators that compiled code sees are
-tested of them, in their plain form.
+On a GPU they run as they are. Without one, energies and scores are those that a CPU has, or Triton's where it
+interprets its kernels (TRITON_INTERPRET=1), which incoherent scores need.
 """
 
 import pytest
@@ -357,7 +356,6 @@ def score_results(function, given, heads, causal, dtype=None):
     return [energies.detach(), *torch.autograd.grad(energies, [leaf for leaf in leaves if leaf is not None], weights)]
 
 
-@fused
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("biases", [(), (0,), (1,)])
@@ -373,7 +371,6 @@ def test_score_energies_and_their_gradients_equal_plain_torch(biases, causal, dt
                 )
 
 
-@fused
 def test_scores_have_the_same_bits_every_time_and_second_derivatives():
     given = sides((2, 70, 70, 2, 20), torch.float32, (0,))
     first, again = (score_results(kernels.scores, given, 2, True) for _ in range(2))

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import explicit_dropout as xd
-from explicit_dropout import perturbation, regulariser, sites
+from explicit_dropout import kernels, perturbation, sites
 from explicit_dropout.sites import Pairs
 from explicit_dropout.testing import CHECKS, RuleError, check_rule
 
@@ -176,8 +176,8 @@ def test_a_layer_stored_transposed_is_caught(monkeypatch, x):
 def test_a_closed_form_that_is_wrong_is_caught(monkeypatch, model, x):
     """No rule can make it so; a slip in the library could."""
     use(monkeypatch)
-    norms = regulariser.column_norms
-    monkeypatch.setattr(regulariser, "column_norms", lambda weight: 1.5 * norms(weight))
+    norms = kernels.norms
+    monkeypatch.setattr(kernels, "norms", lambda weights: 1.5 * norms(weights))
     with pytest.raises(RuleError, match=r"exact failed for 0\.mixer:value: the closed form says .* perturbed calls"):
         check_rule(model, x, compile=False)
 

@@ -46,7 +46,7 @@ class After:
         self.tidying = [hook for hook in hooks if isinstance(hook, EndHook | RootAfter)]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        failed = output is None and not torch.compiler.is_compiling()
+        failed = not torch.compiler.is_compiling() and output is None
         changed = None
         for hook in self.tidying if failed else self.hooks:
             found = hook(module, args, kwargs, output)

@@ -9,11 +9,11 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     gram     Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
     attended Σ_ia A_ia² x_a of attention weights that are not kept
     spreads  ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
-    plain    the same in plain torch: in float64, under function transforms, scores on a CPU, and to compare with
+    plain    the same in plain torch: in float64, under function transforms, and to compare with
 
-On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU the first has a
-counterpart in torch, and norms and attended are torch everywhere. Compiled code reaches energy and gram as operators
-(`torch.ops.explicit_dropout`) and has the pointwise rest fused by the compiler.
+On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU the first and
+gram have counterparts in torch, and norms and attended are torch everywhere. Compiled code reaches energy and gram as
+operators (`torch.ops.explicit_dropout`) and has the pointwise rest fused by the compiler.
 """
 
 from explicit_dropout.kernels import plain

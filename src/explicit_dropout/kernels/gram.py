@@ -1,7 +1,8 @@
 """Σ (l_i · r_j)² by head: the energy of attention scores, from Gram matrices that are never stored.
 
 ‖L Rᵀ‖² = ⟨LᵀL, RᵀR⟩ needs two width × width matrices for each head of each sample. Plain torch stores them, and float32
-copies of both sides in the order of heads; here one program makes them where it needs them, forward and backward.
+copies of both sides in the order of heads; here one program makes them where it needs them, forward and backward. On a
+CPU it is plain torch that does so, and forgets them as well.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ def _triton() -> Any:
 
 def serves_scores(left: Tensor, right: Tensor, heads: int) -> bool:
     """Whether `scores` takes these two sides, (batch, token, feature) each, here and now."""
-    if left.ndim != 3 or left.dtype != right.dtype or left.shape[-1] > WIDEST * heads:
+    if left.ndim != 3 or left.dtype != right.dtype:
         return False
+    narrow = left.shape[-1] <= WIDEST * heads
     if torch.compiler.is_compiling():
-        return energy.serves_compiled(left)
-    return serves(left) and serves(right) and energy.by_triton(left)
+        return narrow and energy.serves_compiled(left)
+    return serves(left) and serves(right) and (narrow or not energy.by_triton(left))
 
 
 def scores(
@@ -70,6 +72,8 @@ class _Scores(torch.autograd.Function):
         kept = [None if bias is None else bias.detach().clone() for bias in (left_bias, right_bias)]
         ctx.save_for_backward(left, right, *kept)
         ctx.biases, ctx.heads, ctx.causal = (left_bias, right_bias), heads, causal
+        if not energy.by_triton(left):
+            return plain.scores(left, right, left_bias, right_bias, heads, causal)
         energies = _triton().score_energies(_even(left), _even(right), left_bias, right_bias, heads, causal)
         return cast("Tensor", energies)
 
@@ -82,7 +86,8 @@ class _Scores(torch.autograd.Function):
             wanted = [x for x in inputs if x is not None and x.requires_grad]
             found = iter(torch.autograd.grad(energies, wanted, gradients[0], create_graph=True))
             return (*(None if x is None or not x.requires_grad else next(found) for x in inputs), None, None)
-        results = _gradients(left, right, biases[0], biases[1], ctx.heads, ctx.causal, gradients[0])
+        made = _gradients if energy.by_triton(left) else plain.score_gradients
+        results = made(left, right, biases[0], biases[1], ctx.heads, ctx.causal, gradients[0])
         return (*results, None, None)
 
 
