@@ -230,16 +230,19 @@ def fsdp_every_layer_a_unit_of_its_own(rank):
 
 @case
 def fsdp_refuses_scores_where_every_layer_is_a_unit_of_its_own(rank):
-    mesh, model = dist.device_mesh.init_device_mesh("cpu", (2,)), Model()
-    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
-        fully_shard(layer, mesh=mesh)
-    xd.ExplicitDropout(fully_shard(model, mesh=mesh), xd.paper(0.2), query=1.0)
-    try:
-        model(mine(rank))
-    except xd.UnsupportedSiteError as error:
-        assert "blocks.0.attention:query: its projections are sharded one by one" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError("it was not refused")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for component in ("query", "key", "attended_value"):
+        model = Model()
+        for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+            fully_shard(layer, mesh=mesh)
+        xd.ExplicitDropout(fully_shard(model, mesh=mesh), xd.paper(0.2), **{component: 1.0})
+        try:
+            model(mine(rank))
+        except xd.UnsupportedSiteError as error:
+            said = f"blocks.0.attention:{component}: its projections are sharded one by one"
+            assert said in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("it was not refused")
 
 
 @case

@@ -192,8 +192,8 @@ class AttentionCall:
             parts += spreads
         if coherent_part_needed(tap.noise):
             # Only the side that is dropped enters without its bias.
-            query_bias = attention.query.offset() if site.component == "query" else None
-            key_bias = attention.key.offset() if site.component == "key" else None
+            query_bias = _gathered(attention.query.offset()) if site.component == "query" else None
+            key_bias = _gathered(attention.key.offset()) if site.component == "key" else None
             energies = kernels.scores(queries, keys, query_bias, key_bias, attention.heads, pairs.causal)
             parts.append((mean**2, energies))
         for factor, energies in parts:
@@ -272,7 +272,7 @@ class AttentionCall:
         """½ μ² ‖A V̂‖², taken from A V on its way to the output projection, which it goes on to."""
         attention, tap = self.attention, self.tap
         mask, _ = self._row_masks(attended, self._present(self.values, "value"))
-        bias = attention.value.offset()
+        bias = _gathered(attention.value.offset())
         shared = attention.heads // (attention.key_heads or attention.heads)
         if bias is not None and shared > 1:
             bias = torch.unflatten(bias, 0, (attention.heads // shared, -1)).repeat_interleave(shared, 0).flatten()
@@ -352,12 +352,18 @@ class MergedRotation:
 
 def _whole(projection: Projection) -> tuple[Tensor, Tensor | None]:
     weight, bias = projection.parameters()
-    if is_sharded(weight):
+    _gathered(weight)
+    return weight, bias
+
+
+def _gathered(parameter: Tensor | None) -> Tensor | None:
+    """The parameter itself, if this rank has all of it."""
+    if parameter is not None and is_sharded(parameter):
         raise UnsupportedSiteError(
             "its projections are sharded one by one and taken away before its call is over; apply fully_shard to the "
             "attention module or to its block instead"
         )
-    return weight, bias
+    return parameter
 
 
 def _refuse_masks_by_head(allowed: Tensor | None) -> None:
