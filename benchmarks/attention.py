@@ -9,7 +9,6 @@ Needs a GPU. Each call is replayed from a CUDA graph of twenty, so that launches
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from measure import seconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from written import write
 
 from explicit_dropout.lab.attention import attention
 from explicit_dropout.stochastic import AttentionDropout, AttentionTreatment, DropKey
@@ -95,14 +95,6 @@ def line(row: dict[str, Any]) -> str:
     return f"| {row['kind']} | {row['forward']:.1f} | {row['both']:.1f} |"
 
 
-def write(output: Path, result: dict[str, Any]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    about = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
-    text = f"# Attention over few tokens, {result['shape']}\n\n`{result['command']}`: {about}.\n\n"
-    output.with_suffix(".md").write_text(text + "\n".join([HEADER, *map(line, result["rows"])]) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=512)
@@ -128,7 +120,7 @@ def main() -> None:
         result["rows"].append({"kind": kind, "forward": forward, "both": both})
         print(line(result["rows"][-1]), flush=True)
         if options.output:
-            write(options.output, result)
+            write(options.output, result, f"Attention over few tokens, {result['shape']}", HEADER, line)
 
 
 if __name__ == "__main__":

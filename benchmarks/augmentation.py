@@ -8,7 +8,6 @@ python benchmarks/augmentation.py --output results/benchmarks/augmentation-h200
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from functional import environment
 from torch import Tensor
+from written import write
 
 from explicit_dropout.lab.config import Augmentation
 from explicit_dropout.lab.data.augment import apply, draw
@@ -51,14 +51,6 @@ def line(row: dict[str, Any]) -> str:
     return f"| {row['kind']} | {row['batch']} | {row['eager']:,.0f} | {row['compiled']:,.0f} |"
 
 
-def write(output: Path, result: dict[str, Any]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    about = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
-    text = f"# Images per second of augmentation\n\n`{result['command']}`: {about}.\n\n"
-    output.with_suffix(".md").write_text(text + "\n".join([HEADER, *map(line, result["rows"])]) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", nargs="*", type=int, default=[8192])
@@ -77,7 +69,7 @@ def main() -> None:
             result["rows"].append({"kind": kind, "batch": size, "eager": eager, "compiled": compiled})
             print(line(result["rows"][-1]), flush=True)
             if options.output:
-                write(options.output, result)
+                write(options.output, result, "Images per second of augmentation", HEADER, line)
 
 
 if __name__ == "__main__":
