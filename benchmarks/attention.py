@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from functional import environment
 from measure import seconds
+from steps import captured
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from written import write
+from written import about, write
 
 from explicit_dropout.lab.attention import attention
 from explicit_dropout.stochastic import AttentionDropout, AttentionTreatment, DropKey
@@ -66,17 +67,8 @@ def kinds(heads: int) -> dict[str, tuple[Attend, AbstractContextManager[object]]
 
 def microseconds(call: Callable[[], object], budget: float) -> float:
     """Median time of a call that is replayed."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for _ in range(CALLS):
-            call()
-    return 1e6 * seconds(graph.replay, "cuda", budget=budget)[0] / CALLS
+    replay, _ = captured(lambda: [call() for _ in range(CALLS)])
+    return 1e6 * seconds(replay, "cuda", budget=budget)[0] / CALLS
 
 
 def measure(attend: Attend, shape: tuple[int, int, int], budget: float) -> tuple[float, float]:
@@ -93,6 +85,10 @@ def measure(attend: Attend, shape: tuple[int, int, int], budget: float) -> tuple
 
 def line(row: dict[str, Any]) -> str:
     return f"| {row['kind']} | {row['forward']:.1f} | {row['both']:.1f} |"
+
+
+def opening(result: dict[str, Any]) -> str:
+    return f"# Attention over few tokens, {result['shape']}\n\n`{result['command']}`: {about(result)}."
 
 
 def main() -> None:
@@ -120,7 +116,7 @@ def main() -> None:
         result["rows"].append({"kind": kind, "forward": forward, "both": both})
         print(line(result["rows"][-1]), flush=True)
         if options.output:
-            write(options.output, result, f"Attention over few tokens, {result['shape']}", HEADER, line)
+            write(options.output, result, opening(result), HEADER, line)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from functional import environment
 from torch import Tensor
-from written import write
+from written import about, write
 
 from explicit_dropout.lab.config import Augmentation
 from explicit_dropout.lab.data.augment import apply, draw
@@ -51,6 +51,10 @@ def line(row: dict[str, Any]) -> str:
     return f"| {row['kind']} | {row['batch']} | {row['eager']:,.0f} | {row['compiled']:,.0f} |"
 
 
+def opening(result: dict[str, Any]) -> str:
+    return f"# Images per second of augmentation\n\n`{result['command']}`: {about(result)}."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", nargs="*", type=int, default=[8192])
@@ -69,7 +73,7 @@ def main() -> None:
             result["rows"].append({"kind": kind, "batch": size, "eager": eager, "compiled": compiled})
             print(line(result["rows"][-1]), flush=True)
             if options.output:
-                write(options.output, result, "Images per second of augmentation", HEADER, line)
+                write(options.output, result, opening(result), HEADER, line)
 
 
 if __name__ == "__main__":

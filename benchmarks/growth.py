@@ -13,7 +13,6 @@ result, and ends the curve. OUTPUT.json, .md and .svg are written after every po
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import plot
 import torch
+import written
 from functional import environment
 from hosts import Host, images, vit
 from measure import seconds
@@ -137,13 +137,9 @@ def figure(result: dict[str, Any]) -> str:
 
 
 def write(output: Path, result: dict[str, Any]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    about = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
-    text = (
-        f"# Growth of a training step\n\n`{result['command']}`: {result['mode']}, batch {result['batch']}, {about}.\n\n"
-    )
-    output.with_suffix(".md").write_text(text + "\n".join([HEADER, *map(line, result["rows"])]) + "\n")
+    setting = f"{result['mode']}, batch {result['batch']}, {written.about(result)}"
+    opening = f"# Growth of a training step\n\n`{result['command']}`: {setting}."
+    written.write(output, result, opening, HEADER, line)
     if any("error" not in row for row in result["rows"]):
         output.with_suffix(".svg").write_text(figure(result))
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import plot
 import torch
+import written
 from floor import ceilings, least_bytes
 from functional import environment
 from hosts import Host, hosts
@@ -137,13 +138,10 @@ def figure(result: dict[str, Any]) -> str:
 
 
 def write(output: Path, result: dict[str, Any]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    about = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
     commands = "\n".join(f"- `{command}`" for command in result["commands"])
     ratios = f"Ratios against `none`, ± half the interquartile range.{measured_ceilings(result)}"
-    text = f"# Training step time\n\n{commands}\n\n{about}. {ratios}\n\n"
-    output.with_suffix(".md").write_text(text + "\n".join([HEADER, *map(line, result["rows"])]) + "\n")
+    opening = f"# Training step time\n\n{commands}\n\n{written.about(result)}. {ratios}"
+    written.write(output, result, opening, HEADER, line)
     if any(row["treatment"] != "none" for row in result["rows"]):
         output.with_suffix(".svg").write_text(figure(result))
 

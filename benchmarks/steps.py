@@ -16,6 +16,8 @@ from measure import peak_memory
 from treatments import Treatment
 
 MODES = ("eager", "graph", "compiled", "compiled graph")
+NAMED = 40
+"""Kernels of a profile that are named, the longest."""
 WARM_UP = 4
 """Steps before anything is measured: what is compiled and allocated once is so by then. Two if they are slow."""
 
@@ -140,7 +142,7 @@ def spread(values: list[float]) -> float:
 
 
 def gpu_profile(step: Step) -> dict[str, Any]:
-    """Milliseconds that the GPU is busy in a step, in all and by kernel: the longest forty and the library's."""
+    """Milliseconds that the GPU is busy in a step, in all and by kernel: the longest and the library's."""
     steps = 5
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
@@ -151,18 +153,21 @@ def gpu_profile(step: Step) -> dict[str, Any]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kernels.setdefault(event.name[:80], []).append(event.device_time / 1000 / steps)
     totals = sorted(((sum(times), len(times) / steps, name) for name, times in kernels.items()), reverse=True)
-    own = [entry for entry in totals[40:] if entry[2].startswith(OWN)]
+    own = [entry for entry in totals[NAMED:] if entry[2].startswith(OWN)]
     return {
         "busy_ms": sum(total for total, _, _ in totals),
         "launches": sum(number for _, number, _ in totals),
-        "kernels": [{"name": name, "ms": total, "launches": number} for total, number, name in totals[:40] + own],
+        "kernels": [{"name": name, "ms": total, "launches": number} for total, number, name in totals[:NAMED] + own],
     }
 
 
+OWN = ("_energies", "_gradients", "_score", "_spread")
+"""How the names of this library's kernels begin."""
+
 KINDS = {
-    "products of matrices": r"nvjet|gemm|cublas|cutlass|wgmma(?!.*sdpa)|splitKreduce",
     "attention": r"^_forward|^_backward|sdpa|flash|fmha",
-    "penalties": r"^_energies|^_gradients|^_scores|^_score_|^_spread|^_causal|^_weight|^_columns",
+    "products of matrices": r"nvjet|gemm|cublas|cutlass|wgmma|splitKreduce",
+    "penalties": "|".join(f"^{name}" for name in OWN),
     "optimiser": r"multi_tensor_apply|[Aa]dam|lerp",
     "LayerNorm, with what is fused into it": r"layer_norm|GammaBeta",
     "GELU, with what is fused into it": r"gelu",
@@ -181,10 +186,6 @@ def by_kind(profile: dict[str, Any]) -> dict[str, float]:
         found[kind] = found.get(kind, 0.0) + kernel["ms"]
     rest = profile["busy_ms"] - sum(found.values())
     return {**dict(sorted(found.items(), key=lambda entry: -entry[1])), "kernels that take little each": rest}
-
-
-OWN = ("_energies", "_gradients", "_scores", "_causal", "_weight")
-"""How the names of this library's kernels begin."""
 
 
 def failure(error: Exception) -> str:

@@ -9,7 +9,6 @@ Each row is measured over whole epochs' worth of steps after the first steps hav
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from steps import gpu_profile
+from written import write
 
 from explicit_dropout.lab import data, penalties
 from explicit_dropout.lab.config import Data, Execution, Model, Run, Training
@@ -115,10 +115,10 @@ def main() -> None:
                 rows.append({"batch": size, "mode": mode, "row": row, **found})
                 print(line(rows[-1]), flush=True)
                 if options.output:
-                    write(options.output, described, rows)
+                    write(options.output, {"environment": described, "rows": rows}, opening(described), HEADER, line)
 
 
-HEADER = ["| batch | mode | row | images/s | least | most | warm-up s |", "|---|---|---|---|---|---|---|"]
+HEADER = "| batch | mode | row | images/s | least | most | warm-up s |\n|---|---|---|---|---|---|---|"
 
 
 def line(row: dict) -> str:
@@ -126,12 +126,9 @@ def line(row: dict) -> str:
     return f"| {row['batch']} | {row['mode']} | {row['row']} | {speeds} | {row['warm_up_s']:.1f} |"
 
 
-def write(output: Path, described: dict, rows: list[dict]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps({"environment": described, "rows": rows}, indent=1) + "\n")
-    title = f"# Images per second of the training loop\n\n{described['device']}, torch {described['torch']}"
-    text = [f"{title}, {described['dataset']['name']}. `{described['command']}`\n", *HEADER, *map(line, rows)]
-    output.with_suffix(".md").write_text("\n".join(text) + "\n")
+def opening(described: dict) -> str:
+    place = f"{described['device']}, torch {described['torch']}, {described['dataset']['name']}"
+    return f"# Images per second of the training loop\n\n{place}. `{described['command']}`"
 
 
 if __name__ == "__main__":

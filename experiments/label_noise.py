@@ -10,7 +10,6 @@ were. Without noise the rows are Table 1's, at the same λ and learning rate.
 from dataclasses import replace
 from pathlib import Path
 
-from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.experiment import Experiment, Question, module_of
 from explicit_dropout.lab.rows import BASELINE, named, treatments
 
@@ -30,11 +29,7 @@ def experiment() -> list[Experiment]:
         Experiment(
             name=f"label_noise_{100 * share:.0f}",
             title=f"CIFAR-10 with {100 * share:.0f} % label noise, test accuracy",
-            runs=tuple(
-                Run(replace(TABLE1.DATA, label_noise=share), TABLE1.MODEL, treatment, TABLE1.TRAINING, seed)
-                for seed in TABLE1.SEEDS
-                for treatment in made
-            ),
+            runs=TABLE1.runs(made, replace(TABLE1.DATA, label_noise=share)),
             baseline=BASELINE,
             questions=(
                 Question(

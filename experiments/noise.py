@@ -9,7 +9,6 @@ acts where `none+implicit` has its own, with the same masks for the same seed.
 
 from pathlib import Path
 
-from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.experiment import Experiment, Question, module_of
 from explicit_dropout.lab.rows import BASELINE, named, treatments
 
@@ -30,11 +29,7 @@ def experiment() -> Experiment:
     return Experiment(
         name="noise",
         title="CIFAR-10, test accuracy: explicit dropout, noise, and both",
-        runs=tuple(
-            Run(TABLE1.DATA, TABLE1.MODEL, treatment, TABLE1.TRAINING, seed)
-            for seed in TABLE1.SEEDS
-            for treatment in made
-        ),
+        runs=TABLE1.runs(made),
         baseline=named(ROW, **EXPLICIT),
         questions=(
             Question(

@@ -10,7 +10,6 @@ incoherent one: there p is another name for λ. Under `bernoulli` it also weighs
 
 from pathlib import Path
 
-from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.experiment import Experiment, module_of
 from explicit_dropout.lab.rows import BASELINE, treatments
 
@@ -36,11 +35,7 @@ def experiment() -> Experiment:
     return Experiment(
         name="rates",
         title="CIFAR-10, test accuracy over the drop rate",
-        runs=tuple(
-            Run(TABLE1.DATA, TABLE1.MODEL, treatment, TABLE1.TRAINING, seed)
-            for seed in TABLE1.SEEDS
-            for treatment in made
-        ),
+        runs=TABLE1.runs(made),
         baseline=BASELINE,
         notes=(
             f"λ = {TABLE1.STRENGTH:g} and learning rate {TABLE1.LEARNING_RATE:g} throughout; p = 0.2 if no p is named.",

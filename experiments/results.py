@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +53,7 @@ class Source:
         return shlex.join([*self.command, *([] if row is None else ["--only", row])])
 
 
+@cache
 def source(name: str, root: Path) -> Source:
     path = HERE / f"{name}.py"
     module = module_of(path)

@@ -9,9 +9,10 @@ itself. The paper's grid of λ and learning rates is Table 5's.
 The paper's numbers: `none+implicit` 85.14 ± 0.63, `explicit_v+explicit` 86.38 ± 0.44.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
-from explicit_dropout.lab.config import Data, LawName, Model, Run, Training
+from explicit_dropout.lab.config import Data, LawName, Model, Run, Training, Treatment
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.rows import BASELINE, COINCIDENCE, paper_numbers, paper_questions, paper_treatments
 
@@ -39,15 +40,17 @@ TRAINING = Training(
 )
 
 
+def runs(treatments: Iterable[Treatment], data: Data = DATA) -> tuple[Run, ...]:
+    """The recipe under each of the treatments, seed after seed."""
+    treatments = tuple(treatments)
+    return tuple(Run(data, MODEL, treatment, TRAINING, seed) for seed in SEEDS for treatment in treatments)
+
+
 def experiment() -> Experiment:
     return Experiment(
         name="table1",
         title="CIFAR-10, test accuracy",
-        runs=tuple(
-            Run(DATA, MODEL, treatment, TRAINING, seed)
-            for seed in SEEDS
-            for treatment in paper_treatments([STRENGTH], reduction=REDUCTION)
-        ),
+        runs=runs(paper_treatments([STRENGTH], reduction=REDUCTION)),
         baseline=BASELINE,
         paper=paper_numbers("table1", reduction=REDUCTION),
         questions=paper_questions(reduction=REDUCTION),
