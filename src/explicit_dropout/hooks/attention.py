@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
-from explicit_dropout.functional.batch import coherent_part_needed
 from explicit_dropout.hooks.calls import is_plain_linear, only_input, with_input
 from explicit_dropout.hooks.taps import Tap, by_sample
 from explicit_dropout.kernels.plain import wide
@@ -172,12 +171,16 @@ class AttentionCall:
         )  # fmt: skip
         tap.add(site, penalty.sum(), None, x, pairs.mask)
 
+    def _straight(self, pairs: Pairs) -> bool:
+        """Whether every query meets every key (up to causal order), both just as their projections made them."""
+        attention = self.attention
+        alike = attention.inputs is None and attention.rotary is None and not attention.key_heads
+        return alike and pairs.mask is None and pairs.context_mask is None and pairs.allowed is None
+
     def _scores_by_kernel(self, site: Site, pairs: Pairs) -> bool:
         """The penalty from the projections as they are, where kernels serve and no mask is in the way."""
         attention, tap = self.attention, self.tap
-        everything = pairs.mask is None and pairs.context_mask is None and pairs.allowed is None
-        alike = attention.inputs is None and attention.rotary is None and not attention.key_heads
-        if tap.merged_heads or not (everything and alike):
+        if tap.merged_heads or not self._straight(pairs):
             return False
         mean, variance, both = tap.noise.mean, tap.noise.variance, site.component == "query_key"
         queries = attention.query.of(self._projected("query"))
@@ -190,7 +193,7 @@ class AttentionCall:
             if spreads is None:
                 return False
             parts += spreads
-        if coherent_part_needed(tap.noise):
+        if tap.coherent:
             # Only the side that is dropped enters without its bias.
             query_bias = _gathered(attention.query.offset()) if site.component == "query" else None
             key_bias = _gathered(attention.key.offset()) if site.component == "key" else None
@@ -244,13 +247,14 @@ class AttentionCall:
     def _attended_by_kernel(self, site: Site) -> bool:
         """The penalty without keeping attention weights, where they are ours to make and nothing is masked."""
         attention, tap = self.attention, self.tap
-        alike = attention.inputs is None and attention.rotary is None and not attention.key_heads
-        if not (alike and tap.noise.variance and attention.weights == "compute"):
+        if not tap.noise.variance or attention.weights != "compute":
             return False
-        pairs, values, attended = self.masks(), self._present(self.values, "value"), self._attended()
-        masked = any(part is not None for part in (pairs.mask, pairs.context_mask, pairs.allowed, pairs.bias))
+        pairs = self.masks()
+        if pairs.bias is not None or not self._straight(pairs):
+            return False
+        values, attended = self._present(self.values, "value"), self._attended()
         queries = attention.query.of(self._projected("query"))
-        if masked or values.ndim != 3 or not (kernels.serves(values) and kernels.serves(queries)):
+        if values.ndim != 3 or not (kernels.serves(values) and kernels.serves(queries)):
             return False
         with torch.autocast(values.device.type, enabled=False):
             spread = kernels.attended_spread(

@@ -95,8 +95,7 @@ class Tap:
         norms: Tensor | None = None,
     ) -> None:
         """Leave a term for the tokens of x that the mask calls real."""
-        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        if mask is not None and not traced:  # neither of these checkpoints
+        if mask is not None and not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
             penalty = None if penalty is None else SameMask.apply(penalty, mask)  # type: ignore[no-untyped-call]
             columns = None if columns is None else SameMask.apply(columns, mask)  # type: ignore[no-untyped-call]
         slot = self.collector.slot()

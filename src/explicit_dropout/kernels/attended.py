@@ -94,8 +94,9 @@ def _parts(
     left, right = _by_head(queries, heads), _by_head(keys, heads)
     most = PART_ON_CPU if queries.is_cpu else PART
     size = max(1, most // max(1, left.shape[1] * right.shape[1]))
-    for q, k in zip(torch.split(left, size), torch.split(right, size), strict=True):
-        yield _softmax(q, k, scale, causal), wide(q), wide(k)
+    for part in zip(torch.split(left, size), torch.split(right, size), strict=True):
+        q, k = map(wide, part)
+        yield _softmax(q, k, scale, causal), q, k
 
 
 def _softmax(queries: Tensor, keys: Tensor, scale: float, causal: bool) -> Tensor:

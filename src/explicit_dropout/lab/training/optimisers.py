@@ -101,7 +101,10 @@ class Muon(torch.optim.Optimizer):
 
     def _turned(self, given: dict[Tensor, Tensor], group: dict[str, Any]) -> None:
         matrices, gradients = list(given), list(given.values())
-        momenta = [self.state[matrix].setdefault("momentum", torch.zeros_like(matrix)) for matrix in matrices]
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.state[matrix] = {"momentum": torch.zeros_like(matrix)}
+        momenta = [self.state[matrix]["momentum"] for matrix in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
         steps = orthogonal(torch.stack(list(ahead))).to(matrices[0].dtype)
