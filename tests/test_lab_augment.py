@@ -150,9 +150,10 @@ def test_nothing_is_done_by_none():
 
 
 def test_apply_is_one_graph_for_the_compiler_and_gives_the_same():
-    images, numbers = pictures(6), draw(6, "autoaugment", torch.Generator().manual_seed(2))
-    compiled = torch.compile(apply, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(images, "autoaugment", numbers), apply(images, "autoaugment", numbers))
+    compiled = torch.compile(apply, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (6, 9):
+        images, numbers = pictures(count), draw(count, "autoaugment", torch.Generator().manual_seed(2))
+        assert torch.equal(compiled(images, "autoaugment", numbers), apply(images, "autoaugment", numbers))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -201,6 +202,15 @@ def test_a_compiled_training_is_the_eager_one_within_rounding(tmp_path: Path) ->
     compiled = trained(run, tmp_path / "compiled", replace(EXACT, compile=True))
     losses = [[line["train_loss"] for line in folder.metrics()] for folder in (eager, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_compiled_runs_of_one_process_are_not_mistaken_for_each_other(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    plain = replace(RUN, treatment=Treatment("none", "none"))
+    for run in (plain, RUN, replace(RUN, seed=1), replace(plain, seed=1)):
+        eager = trained(run, tmp_path / "eager")
+        compiled = trained(run, tmp_path / "compiled", replace(EXACT, compile=True))
+        assert compiled.metrics()[-1]["terms"] == pytest.approx(eager.metrics()[-1]["terms"], rel=1e-4)
 
 
 def test_half_precision_trains_and_its_penalty_is_the_same_within_rounding(tmp_path: Path) -> None:

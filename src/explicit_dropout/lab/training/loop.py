@@ -78,6 +78,8 @@ class _Training:
         if place.ranks > 1:
             forward = DistributedDataParallel(self.model)
         if execution.compile:
+            # Or this model is taken for one that the process has compiled before: the compiler does not look at hooks.
+            torch.compiler.reset()
             forward = torch.compile(forward)
         self.step = Step(self.model, forward, penalty, run, execution, place.device)
         self.steps = steps_per_epoch(run, dataset.train)
@@ -113,7 +115,9 @@ class _Training:
         self.model.train()
         self.step.reset()
         looked, rate = began, 0.0
-        for index, (x, y) in enumerate(batches(run, self.dataset.train, number, rank=place.rank, ranks=place.ranks)):
+        compiled = self.execution.compile and place.device.type == "cuda"
+        shares = batches(run, self.dataset.train, number, rank=place.rank, ranks=place.ranks, compiled=compiled)
+        for index, (x, y) in enumerate(shares):
             step = number * self.steps + index
             rate = learning_rate(run.training, step, self.steps)
             self.step(x, y, rate)
