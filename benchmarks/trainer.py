@@ -50,8 +50,8 @@ def measure(run: Run, execution: Execution, dataset: data.Dataset, budget: float
     penalty = penalties.attach(model, run.treatment)
     forward = torch.compile(model) if execution.compile else model
     step = Step(model, forward, penalty, run, execution, device)
-    began, compiled = time.perf_counter(), execution.compile
-    endless = (batch for epoch in range(10**6) for batch in batches(run, dataset.train, epoch, compiled=compiled))
+    began = time.perf_counter()
+    endless = (batch for epoch in range(10**6) for batch in batches(run, dataset.train, epoch))
     for _ in range(5):
         step(*next(endless), 1e-3)
     step.means()

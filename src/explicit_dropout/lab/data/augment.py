@@ -7,9 +7,7 @@ generators, and so that `apply` can be compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,25 +55,15 @@ CIFAR10_POLICY: tuple[tuple[tuple[str, float, int], tuple[str, float, int]], ...
 )
 
 
-def augment(
-    images: Tensor, kind: Augmentation, generator: torch.Generator | None = None, *, compiled: bool = False
-) -> Tensor:
+def augment(images: Tensor, kind: Augmentation, generator: torch.Generator | None = None) -> Tensor:
     """Other views of the same images, uint8 (n, channels, height, width), on the device that they are on.
 
     Args:
         kind: crop_flip: moved by up to an eighth of the side over black (4 pixels of 32), mirrored half of the time;
             autoaugment: the same, then one of the 25 sub-policies for CIFAR-10; none.
         generator: where the random numbers come from; on the device of the images.
-        compiled: by one program for any number of images, which a process compiles once.
     """
-    function = _compiled() if compiled else apply
-    return function(images, kind, draw(len(images), kind, generator, images.device))
-
-
-@cache
-def _compiled() -> Callable[[Tensor, Augmentation, Tensor], Tensor]:
-    made = torch.compile(apply, fullgraph=True, dynamic=True)
-    return cast("Callable[[Tensor, Augmentation, Tensor], Tensor]", made)
+    return apply(images, kind, draw(len(images), kind, generator, images.device))
 
 
 def draw(

@@ -24,12 +24,10 @@ def steps_per_epoch(run: Run, split: Split) -> int:
     return len(split) // run.training.batch
 
 
-def batches(
-    run: Run, split: Split, epoch: int, *, rank: int = 0, ranks: int = 1, compiled: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(run: Run, split: Split, epoch: int, *, rank: int = 0, ranks: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of every step of an epoch, in the order that the seed gives.
 
-    Of several processes each gets its share of every batch. `compiled`: so is AutoAugment, which has many small operations.
+    Of several processes each gets its share of every batch.
     """
     steps, size, device = steps_per_epoch(run, split), run.training.batch, split.device
     order = torch.randperm(len(split), generator=generator(run.seed, epoch, "order"))[: steps * size]
@@ -41,10 +39,9 @@ def batches(
     if not isinstance(split, ImageSplit):
         raise InputError("data.augmentation", f"none: {run.data.name} has no images", repr(run.data.augmentation))
     random = generator(run.seed, epoch, "augment", device, rank)
-    compiled = compiled and run.data.augmentation == "autoaugment"
     together = max(CHUNK // share.shape[1], 1)
     for chunk in torch.split(share, together):
         flat = chunk.flatten()
-        images = augment(split.raw(flat), run.data.augmentation, random, compiled=compiled)
+        images = augment(split.raw(flat), run.data.augmentation, random)
         inputs = torch.split(split.normalise(images), share.shape[1])
         yield from zip(inputs, torch.split(split.targets(flat), share.shape[1]), strict=True)

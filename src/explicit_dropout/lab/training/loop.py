@@ -115,9 +115,7 @@ class _Training:
         self.model.train()
         self.step.reset()
         looked, rate = began, 0.0
-        compiled = self.execution.compile and place.device.type == "cuda"
-        shares = batches(run, self.dataset.train, number, rank=place.rank, ranks=place.ranks, compiled=compiled)
-        for index, (x, y) in enumerate(shares):
+        for index, (x, y) in enumerate(batches(run, self.dataset.train, number, rank=place.rank, ranks=place.ranks)):
             step = number * self.steps + index
             rate = learning_rate(run.training, step, self.steps)
             self.step(x, y, rate)
