@@ -5,21 +5,34 @@ of its size besides. Here it is made a part at a time, used and forgotten, and m
 
     c_a = Σ_i A_ia²,   slope of s Q Kᵀ at (i, a):  2 A_ia (g_a A_ia − Σ_b g_b A_ib²)
 
-Plain torch on any device.
+On a GPU these are Triton kernels, which make a block of pairs at a time; elsewhere, and for very wide heads, plain
+torch, which makes some heads at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from explicit_dropout.kernels import energy
 from explicit_dropout.kernels.plain import wide
 
 PART, PART_ON_CPU = 2**24, 2**20
 """Attention weights that are made at once; on a CPU as many as its caches have room for."""
+
+WIDEST = 128
+"""Features of a head, and heads of a model, that a program of Triton's still has room for."""
+
+
+@cache
+def _triton() -> Any:
+    from explicit_dropout.kernels import triton_attended
+
+    return triton_attended
 
 
 def attended_spread(
@@ -45,19 +58,27 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> Tensor:
-        ctx.save_for_backward(queries, keys)
         ctx.heads, ctx.scale, ctx.causal = heads, scale, causal
+        if _columns_by_triton(queries, keys, heads):
+            columns, levels = _triton().columns(_even(queries), _even(keys), heads, scale, causal)
+            ctx.save_for_backward(queries, keys, levels)
+            return cast("Tensor", columns)
+        ctx.save_for_backward(queries, keys)
         parts = [weights.square_().sum(1) for weights, _, _ in _parts(queries, keys, heads, scale, causal)]
         return torch.unflatten(torch.cat(parts), 0, (-1, heads))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys = ctx.saved_tensors
+        queries, keys, *levels = ctx.saved_tensors
         heads, scale, causal = ctx.heads, ctx.scale, ctx.causal
         if torch.is_grad_enabled():  # somebody goes on to differentiate this
             columns = _softmax(_by_head(queries, heads), _by_head(keys, heads), scale, causal).square().sum(1)
             weighted = columns * gradients[0].flatten(0, 1)
             return *torch.autograd.grad(weighted.sum(), (queries, keys), create_graph=True), None, None, None
+        if levels:
+            made = _triton().column_gradients
+            found = made(_even(queries), _even(keys), heads, scale, causal, levels[0], gradients[0])
+            return *found, None, None, None
         given = gradients[0].flatten(0, 1)[:, None]
         slopes: tuple[list[Tensor], list[Tensor]] = [], []
         done = 0
@@ -78,13 +99,33 @@ class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norms: Tensor) -> Tensor:
         ctx.save_for_backward(x, norms)
+        if _squares_by_triton(x, norms):
+            return cast("Tensor", _triton().squares(_even(x), norms.contiguous()))
         return wide(x).square() @ norms.mT
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, norms = ctx.saved_tensors
         (g,) = gradients
+        if _squares_by_triton(x, norms) and not torch.is_grad_enabled():
+            return cast("tuple[Tensor, Tensor]", _triton().square_gradients(_even(x), norms.contiguous(), g))
+        # as it can be differentiated again, for whoever goes on to
         return (2 * wide(x) * (g @ norms)).to(x.dtype), g.flatten(0, 1).mT @ wide(x).square().flatten(0, 1)
+
+
+def _columns_by_triton(queries: Tensor, keys: Tensor, heads: int) -> bool:
+    narrow = queries.shape[-1] <= WIDEST * heads
+    return narrow and energy.by_triton(queries) and queries.dtype == keys.dtype and queries.dtype in energy.DTYPES
+
+
+def _squares_by_triton(x: Tensor, norms: Tensor) -> bool:
+    few = len(norms) <= WIDEST
+    return few and energy.by_triton(x) and x.dtype in energy.DTYPES and norms.dtype == torch.float32
+
+
+def _even(side: Tensor) -> Tensor:
+    """Features next to each other, as kernels read them."""
+    return side if side.stride(-1) == 1 else side.contiguous()
 
 
 def _parts(
