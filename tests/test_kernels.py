@@ -334,6 +334,39 @@ def test_the_columns_operator_compiles_whole(backend):
     assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(function(x), x))
 
 
+def columns_alone(x, key):
+    del key
+    return torch.ops.explicit_dropout.columns(x, None)
+
+
+def scores_alone(x, key):
+    return torch.ops.explicit_dropout.scores(x, key, None, None, 2, False)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler has some for the user of small matrices
+@pytest.mark.parametrize("function", [columns_alone, scores_alone])
+def test_compiled_code_launches_the_kernels_itself_for_any_number_of_samples(function):
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, key: (function(x.sin(), key) * 0.5).sum(), fullgraph=True, dynamic=True)
+    code = ""
+    for samples in (6, 9, 1000):
+        x, key = (draw((samples, 40, 64), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
+        leaves = [x] if function is columns_alone else [x, key]
+
+        def gradients(x=x, key=key, leaves=leaves):
+            return torch.autograd.grad(compiled(x, key), leaves)
+
+        found, codes = run_and_get_code(gradients)
+        code += "".join(codes)
+        for a, b in zip(found, torch.autograd.grad((function(x.sin(), key) * 0.5).sum(), leaves), strict=True):
+            close(a, b, 2**-6)
+    assert "_energies" in code or "_scores" in code
+    assert "ops.explicit_dropout" not in code
+
+
 # ---------------------------------------------------------------------------------------------- scores
 
 SIDES = [(2, 5, 5, 3, 8), (1, 70, 70, 2, 20), (2, 130, 130, 1, 33), (2, 65, 40, 2, 32), (0, 4, 4, 2, 8)]
@@ -438,9 +471,10 @@ def test_spreads_and_their_gradients_equal_plain_torch(shape):
 # ---------------------------------------------------------------------------------------------- attended values
 
 
-def attended_sides(dtype, samples=3, tokens=7, context=7):
+def attended_sides(dtype, samples=3, tokens=7, context=7, width=4, inputs=5):
     """What values are made of, the value weight, queries and keys of two heads."""
-    shapes = (samples, context, 5), (8, 5), (samples, tokens, 8), (samples, context, 8)
+    features = 2 * width
+    shapes = (samples, context, inputs), (features, inputs), (samples, tokens, features), (samples, context, features)
     return [draw(shape, dtype, seed).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
@@ -454,24 +488,112 @@ def attended_plainly(x, weight, queries, keys, causal):
     return xd.functional.attended_value(x, weight, scores.softmax(-1), noise, heads=2, reduction="none")
 
 
+def attended_agrees(given, causal):
+    """Values and all gradients are those of plain torch in float64."""
+    found = kernels.attended_spread(*given, heads=2, scale=0.3, causal=causal)
+    exact = [side.detach().double().requires_grad_() for side in given]
+    expected = attended_plainly(*exact, causal)
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-6}[given[2].dtype]
+    weights = draw((len(found),), seed=9).double()
+    close(0.5 * 4 * found.double(), expected, rounding)
+    slopes = torch.autograd.grad((2 * found.double() * weights).sum(), given)
+    for mine, theirs in zip(slopes, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        # a token that attends to nothing but itself has no gradient, save for rounding
+        bound = rounding * ((theirs.abs().max().item() if theirs.numel() else 0.0) or 1.0)
+        assert_close(mine.double(), theirs, rtol=rounding, atol=bound)
+
+
 @pytest.mark.parametrize("part", [1, 60, 2**20])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_attended_values_and_their_gradients_equal_plain_torch(dtype, causal, part, monkeypatch):
     for name in ("PART", "PART_ON_CPU"):
         monkeypatch.setattr(kernels.attended, name, part)
     shapes = [{}, {"samples": 0}, {"tokens": 1, "context": 1}] + ([] if causal else [{"tokens": 4}])
     for shape in shapes:
-        given = attended_sides(dtype, **shape)
-        found = kernels.attended_spread(*given, heads=2, scale=0.3, causal=causal)
-        exact = [side.detach().double().requires_grad_() for side in given]
-        expected = attended_plainly(*exact, causal)
-        rounding = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
-        weights = draw((len(found),), seed=9).double()
-        close(0.5 * 4 * found.double(), expected, rounding)
-        slopes = torch.autograd.grad((2 * found.double() * weights).sum(), given)
-        for mine, theirs in zip(slopes, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
-            close(mine.double(), theirs, rounding)
+        attended_agrees(attended_sides(dtype, **shape), causal)
+
+
+ATTENDED = [(2, 65, 65, 20, 70), (3, 33, 33, 16, 130), (1, 300, 300, 3, 9), (1, 40, 40, 80, 5), (2, 9, 9, 130, 5)]
+ACROSS = [(2, 33, 70, 20, 9), (2, 70, 1, 4, 9), (2, 1, 65, 32, 9), (2, 0, 5, 4, 9), (1, 7, 280, 5, 4)]
+if DEVICE == "cuda":
+    ATTENDED += [(32, 65, 65, 32, 40), (5, 197, 197, 64, 40), (2, 1024, 1024, 64, 33), (2, 515, 515, 128, 9)]
+    ATTENDED += [(8, 197, 197, 4, 768)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("shape", "causal"),
+    [*((shape, causal) for shape in ATTENDED for causal in (False, True)), *((shape, False) for shape in ACROSS)],
+)
+def test_attended_values_of_any_number_of_tokens_equal_plain_torch(shape, causal, dtype):
+    attended_agrees(attended_sides(dtype, *shape), causal)
+
+
+def test_attended_values_may_have_a_precision_of_their_own():
+    x, weight, queries, keys = attended_sides(torch.float16, tokens=33, context=33)
+    attended_agrees([x.detach().float().requires_grad_(), weight, queries, keys], False)
+    attended_agrees([x, weight.detach().float().requires_grad_(), queries, keys], False)
+
+
+def test_attended_values_have_gradients_where_hardly_more_than_one_token_is_attended_to():
+    x, weight, queries, keys = attended_sides(torch.float16, tokens=40, context=40, width=16)
+    attended_agrees([x, weight, (10 * queries).detach().requires_grad_(), keys], False)
+
+
+@pytest.mark.parametrize("scale", [-30.0, 0.0, 30.0])
+def test_scores_of_any_size_have_attended_values(scale):
+    x, weight, queries, keys = (side.detach() for side in attended_sides(torch.float32, tokens=40, context=40))
+    found = kernels.attended_spread(x, weight, queries, keys, heads=2, scale=scale, causal=True)
+    expected = attended_plainly(x.double(), weight.double(), scale / 0.3 * queries.double(), keys.double(), True)
+    close(2 * found.double(), expected, 1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["fused", "transposed", "swapped"])
+def test_attended_values_take_any_layout_of_memory(layout, causal):
+    x, weight, queries, keys = (side.detach() for side in attended_sides(torch.float16, tokens=33, context=33))
+
+    def laid(side):
+        if layout == "fused":
+            return torch.cat([torch.ones_like(side), side, torch.ones_like(side)], -1).chunk(3, -1)[1]
+        return side.mT.contiguous().mT if layout == "transposed" else side.transpose(0, 1).contiguous().transpose(0, 1)
+
+    found = []
+    for sides in ((x, queries, keys), (laid(x), laid(queries), laid(keys))):
+        leaves = [side.requires_grad_() for side in (sides[0], weight, *sides[1:])]
+        spread = kernels.attended_spread(*leaves, heads=2, scale=0.3, causal=causal)
+        found.append((spread, *torch.autograd.grad(spread.sum(), leaves)))
+    for mine, other in zip(*found, strict=True):
+        close(mine, other, ROUNDING[torch.float16])
+
+
+def test_gradients_of_attended_values_may_have_any_layout():
+    x, _, queries, keys = attended_sides(torch.float32, tokens=33, context=40)
+    norms = draw((2, 5), seed=7).square().requires_grad_()
+    pieces = (
+        (kernels.attended._Columns, (queries, keys, 2, 0.3, False), (queries, keys)),
+        (kernels.attended._Squares, (x, norms), (x, norms)),
+    )
+    for function, given, leaves in pieces:
+        made = function.apply(*given)
+        constant = draw((), seed=8).expand(made.shape)
+        drawn = draw((made.shape[2], made.shape[0], made.shape[1]), seed=8).permute(1, 2, 0)
+        for slope in (constant, drawn):
+            found = torch.autograd.grad(made, leaves, slope, retain_graph=True)
+            expected = torch.autograd.grad(made, leaves, slope.clone(memory_format=torch.contiguous_format), True)
+            for mine, other in zip(found, expected, strict=True):
+                close(mine, other, 1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attended_values_have_the_same_bits_every_time(causal):
+    results = []
+    for _ in range(2):
+        given = attended_sides(torch.float16, tokens=65, context=65)
+        spread = kernels.attended_spread(*given, heads=2, scale=0.3, causal=causal)
+        results.append((spread, *torch.autograd.grad(spread.sum(), given)))
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -483,6 +605,28 @@ def test_attended_values_have_second_derivatives(causal):
 
     assert torch.autograd.gradcheck(spread, given)
     assert torch.autograd.gradgradcheck(spread, given)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attended_values_in_float32_have_the_second_derivatives_of_plain_torch(causal):
+    given = attended_sides(torch.float32, tokens=9, context=9)
+    exact = [side.detach().double().requires_grad_() for side in given]
+    mine = 2 * kernels.attended_spread(*given, heads=2, scale=0.3, causal=causal)
+    second = []
+    for spread, leaves in ((mine, given), (attended_plainly(*exact, causal), exact)):
+        first = torch.autograd.grad(spread.sum(), leaves, create_graph=True)
+        second.append(torch.autograd.grad(sum(slope.square().sum() for slope in first), leaves))
+    for found, expected in zip(*second, strict=True):
+        close(found.double(), expected, 1e-4)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU says how much memory there was")
+def test_no_attention_weights_are_ever_whole_on_a_gpu():
+    given = attended_sides(torch.bfloat16, samples=1, tokens=4096, context=4096)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kernels.attended_spread(*given, heads=2, scale=0.3, causal=True).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4096 * 4096
 
 
 def test_no_attention_weights_are_kept_for_attended_values():

@@ -11,8 +11,8 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     spreads  ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
     plain    the same in plain torch: in float64, under function transforms, and to compare with
 
-On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU the first and
-gram have counterparts in torch, and norms and attended are torch everywhere. Compiled code reaches energy and gram as
+On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU energy, gram and
+attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches energy and gram as
 operators (`torch.ops.explicit_dropout`) and has the pointwise rest fused by the compiler.
 """
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from explicit_dropout.kernels import plain
+from explicit_dropout.kernels.inlining import inlined
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TENSORS = (Tensor, torch.nn.Parameter)
@@ -203,9 +204,10 @@ def columns_operator(x: Tensor, mask: Tensor | None) -> Tensor:
     """Σ_i x_ij² for every column j, over the rows that count."""
     if not (x.is_cuda and serves_compiled(x)):
         return plain.columns(x, None, mask)
-    flags = None if mask is None else mask.reshape(-1).view(torch.uint8)
-    energies, _, _ = _kernels(True).energies_of(x, None, flags, None, True)
-    return cast("Tensor", energies.sum(0))
+    return cast("Tensor", _kernels(True).columns_of(x, None if mask is None else mask.reshape(-1).view(torch.uint8)))
+
+
+inlined(columns_operator, serves_compiled)
 
 
 @columns_operator.register_fake

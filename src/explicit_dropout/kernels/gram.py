@@ -15,6 +15,7 @@ from torch import Tensor
 
 from explicit_dropout.kernels import energy, plain
 from explicit_dropout.kernels.energy import serves
+from explicit_dropout.kernels.inlining import inlined
 
 WIDEST = 128
 """Features of a head whose Gram matrix still fits into the registers of a program."""
@@ -118,6 +119,9 @@ def scores_operator(
     return cast("Tensor", found)
 
 
+inlined(scores_operator, energy.serves_compiled)
+
+
 @scores_operator.register_fake
 def _(
     left: Tensor, right: Tensor, left_bias: Tensor | None, right_bias: Tensor | None, heads: int, causal: bool
@@ -138,6 +142,9 @@ def score_gradients_operator(
         found = plain.score_gradients(left, right, left_bias, right_bias, heads, causal, weights)
     first, second = (left.new_empty(0) if slope is None else slope for slope in found[2:])
     return found[0], found[1], first, second
+
+
+inlined(score_gradients_operator, energy.serves_compiled)
 
 
 @score_gradients_operator.register_fake

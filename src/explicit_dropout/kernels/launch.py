@@ -3,17 +3,21 @@
 Triton looks at every argument of every launch, to find the compiled form that is meant. That takes longer than most of
 the kernels here run, and the answer is always the same for the same numbers, precisions and alignments. So a launch is
 made once for all tensors of a kind, and has its compiled forms at hand.
+
+A compiled model does not even come here: torch's compiler, as it looks into an operator, is handed the kernel instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from functools import reduce
+from collections.abc import Callable, Hashable
+from functools import lru_cache, reduce, wraps
 from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.library import wrap_triton
 
 
 class Launch:
@@ -30,6 +34,9 @@ class Launch:
         self.forms: dict[Hashable, Any] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
+        if type(tensors[0]) is FunctionalTensor:  # the compiler's
+            wrap_triton(self.kernel)[self.grid](*tensors, *self.numbers, num_warps=self.warps)
+            return
         device = tensors[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton knows of no other
             with torch.cuda.device(device):
@@ -48,3 +55,17 @@ class Launch:
                 self.forms[key] = compiled[self.grid]
             return
         form(*pointers, *self.numbers, stream=torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def remembered(make: Callable[..., Launch]) -> Callable[..., Launch]:
+    """`lru_cache`, except that nothing is kept for the symbols that a compiler has in the place of numbers."""
+    kept = lru_cache(4096)(make)
+
+    @wraps(make)
+    def found(*given: Any) -> Launch:
+        try:
+            return kept(*given)
+        except TypeError:  # symbols have no hash
+            return make(*given)
+
+    return found

@@ -12,7 +12,6 @@ by half a matrix of scores.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from explicit_dropout.kernels.launch import Launch
+from explicit_dropout.kernels.launch import Launch, remembered
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
@@ -156,7 +155,7 @@ def _score_gradients(
             tl.store(right_slope + program * width + feature, -tl.sum(summed, 0), feature < width)
 
 
-@lru_cache(1024)
+@remembered
 def _launch(
     kernel: Any, programs: tuple[int, int, int], numbers: tuple[int, ...], left_bias: torch.dtype | None,
     right_bias: torch.dtype | None, causal: bool, *dtypes: torch.dtype,
