@@ -93,7 +93,7 @@ def page(root: Path) -> str:
         "",
         *overview(sources.values()),
         *answered(analyses.values()),
-        *beyond_accuracy(analyses.values()),
+        *beyond_accuracy(part.analysis for name in TABLES for part in sources[name].parts),
         "## How settings were chosen",
         "",
     ]
@@ -284,8 +284,6 @@ def beyond_accuracy(analyses: Iterable[Analysis]) -> list[str]:
     """Fit, generalisation gap, likelihood and calibration of the rows with enough repetitions."""
     lines = ["## Beyond accuracy", ""]
     for analysis in analyses:
-        if analysis.experiment.name in CHOICES:
-            continue
         enough = [row for row in analysis.rows if row.test.n >= ENOUGH]
         if enough:
             table = diagnostics_table(replace(analysis, rows=tuple(enough)))
