@@ -586,6 +586,27 @@ def test_gradients_of_attended_values_may_have_any_layout():
                 close(mine, other, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_operators_of_attended_values_are_registered_soundly(causal, dtype):
+    x, weight, queries, keys = attended_sides(dtype, tokens=20, context=20)
+    norms = torch.unflatten(weight.detach().float(), 0, (2, -1)).square().sum(1).requires_grad_()
+    operators, told = torch.ops.explicit_dropout, (2, 0.3, causal)
+    torch.library.opcheck(operators.attended_columns.default, (queries, keys, *told))
+    torch.library.opcheck(operators.attended_squares.default, (x, norms))
+    columns, levels = operators.attended_columns(queries, keys, *told)
+    squares = operators.attended_squares(x, norms)
+    detached = [side.detach() for side in (queries, keys)]
+    slopes = draw(columns.shape, seed=7)
+    torch.library.opcheck(operators.attended_column_gradients.default, (*detached, *told, levels.detach(), slopes))
+    torch.library.opcheck(operators.attended_square_gradients.default, (x.detach(), norms.detach(), slopes))
+    leaves = (x, norms, queries, keys)
+    found = torch.autograd.grad((columns * squares).sum(), leaves)
+    both = kernels.attended._Columns.apply(queries, keys, *told), kernels.attended._Squares.apply(x, norms)
+    for mine, other in zip(found, torch.autograd.grad((both[0] * both[1]).sum(), leaves), strict=True):
+        close(mine, other, 1e-6)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_attended_values_have_the_same_bits_every_time(causal):
     results = []
@@ -781,4 +802,7 @@ def test_a_compiled_model_has_the_operators_in_its_one_graph_and_agrees(make, la
     assert any("explicit_dropout.columns" in name for name in seen) == bool(noise.variance)
     # transformers gives a compiled decoder its causal mask as a tensor (some versions also an encoder), which only the
     # plain form reads
-    assert any("explicit_dropout.scores" in name for name in seen) == (law == "paper" and masks == [None] * len(masks))
+    straight = masks == [None] * len(masks)
+    for name in ("attended_columns", "attended_squares"):
+        assert any(f"explicit_dropout.{name}" in target for target in seen) == (bool(noise.variance) and straight)
+    assert any("explicit_dropout.scores" in name for name in seen) == (law == "paper" and straight)

@@ -253,14 +253,14 @@ class AttentionCall:
         if pairs.bias is not None or not self._straight(pairs):
             return False
         values, attended = self._present(self.values, "value"), self._attended()
-        queries = attention.query.of(self._projected("query"))
-        if values.ndim != 3 or not (kernels.serves(values) and kernels.serves(queries)):
+        queries, keys = attention.query.of(self._projected("query")), attention.key.of(self._projected("key"))
+        if not kernels.serves_attended(values, queries, keys, attention.heads):
             return False
         with torch.autocast(values.device.type, enabled=False):
+            weight = _whole(attention.value)[0]
             spread = kernels.attended_spread(
-                values, _whole(attention.value)[0], queries, attention.key.of(self._projected("key")),
-                attention.heads, attention.score_scale, pairs.causal,
-            )  # fmt: skip
+                values, weight, queries, keys, attention.heads, attention.score_scale, pairs.causal
+            )
         tap.add(site, spread, None, queries, None, tap.incoherence)
         if tap.coherent:
             self.attended_passing(site, self._present(attended, "output"))
@@ -280,7 +280,10 @@ class AttentionCall:
         shared = attention.heads // (attention.key_heads or attention.heads)
         if bias is not None and shared > 1:
             bias = torch.unflatten(bias, 0, (attention.heads // shared, -1)).repeat_interleave(shared, 0).flatten()
-        passed, energies = kernels.passing(attended, bias=bias, mask=mask)
+        if kernels.serves(attended):
+            passed, energies = kernels.passing(attended, bias=bias, mask=mask)
+        else:
+            passed, energies = attended, kernels.plain.energy(attended, bias, mask)
         tap.add(site, energies, None, attended, mask, tap.coherence)
         return passed
 

@@ -12,12 +12,13 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     plain    the same in plain torch: in float64, under function transforms, and to compare with
 
 On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU energy, gram and
-attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches energy and gram as
-operators (`torch.ops.explicit_dropout`) and has the pointwise rest fused by the compiler.
+attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches energy, gram and attended as
+operators (`torch.ops.explicit_dropout`), whose kernels the compiler launches itself (`inlining`), and has the pointwise
+rest fused.
 """
 
 from explicit_dropout.kernels import plain
-from explicit_dropout.kernels.attended import attended_spread
+from explicit_dropout.kernels.attended import attended_spread, serves_attended
 from explicit_dropout.kernels.energy import by_triton, columns, lowered, passing, passing_to, serves
 from explicit_dropout.kernels.gram import scores, serves_scores
 from explicit_dropout.kernels.norms import norms
@@ -35,6 +36,7 @@ __all__ = [
     "plain",
     "scores",
     "serves",
+    "serves_attended",
     "serves_scores",
     "serves_spread",
     "spread",

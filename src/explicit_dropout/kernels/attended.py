@@ -6,7 +6,7 @@ of its size besides. Here it is made a part at a time, used and forgotten, and m
     c_a = Σ_i A_ia²,   slope of s Q Kᵀ at (i, a):  2 A_ia (g_a A_ia − Σ_b g_b A_ib²)
 
 On a GPU these are Triton kernels, which make a block of pairs at a time; elsewhere, and for very wide heads, plain
-torch, which makes some heads at a time.
+torch, which makes some heads at a time. Compiled code has the kernels as operators.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from explicit_dropout.kernels import energy
+from explicit_dropout.kernels.inlining import inlined
 from explicit_dropout.kernels.plain import wide
 
 PART, PART_ON_CPU = 2**24, 2**20
@@ -35,6 +36,16 @@ def _triton() -> Any:
     return triton_attended
 
 
+def serves_attended(values: Tensor, queries: Tensor, keys: Tensor, heads: int) -> bool:
+    """Whether `attended_spread` takes these tensors, (batch, token, ·) each, here and now."""
+    if values.ndim != 3 or queries.ndim != 3:
+        return False
+    if torch.compiler.is_compiling():
+        there = energy.serves_compiled(values) and energy.serves_compiled(queries)
+        return there and _narrow(queries, keys, heads) and heads <= WIDEST
+    return energy.serves(values) and energy.serves(queries)
+
+
 def attended_spread(
     values: Tensor, weight: Tensor, queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool
 ) -> Tensor:
@@ -48,9 +59,13 @@ def attended_spread(
         causal: token i attends to tokens up to i only.
     """
     norms = torch.unflatten(wide(weight), 0, (heads, -1)).square().sum(1)
-    columns = cast("Tensor", _Columns.apply(queries, keys, heads, scale, causal))  # type: ignore[no-untyped-call]
-    energies = cast("Tensor", _Squares.apply(values, norms))  # type: ignore[no-untyped-call]
-    return (columns.mT * energies).sum((1, 2))
+    if torch.compiler.is_compiling():
+        columns, _ = torch.ops.explicit_dropout.attended_columns(queries, keys, heads, scale, causal)
+        squares = torch.ops.explicit_dropout.attended_squares(values, norms)
+    else:
+        columns = _Columns.apply(queries, keys, heads, scale, causal)  # type: ignore[no-untyped-call]
+        squares = _Squares.apply(values, norms)  # type: ignore[no-untyped-call]
+    return cast("Tensor", (columns * squares).sum((1, 2)))
 
 
 class _Columns(torch.autograd.Function):
@@ -58,64 +73,95 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> Tensor:
+        columns, levels = _columns(queries, keys, heads, scale, causal)
+        ctx.save_for_backward(queries, keys, levels)
         ctx.heads, ctx.scale, ctx.causal = heads, scale, causal
-        if _columns_by_triton(queries, keys, heads):
-            columns, levels = _triton().columns(_even(queries), _even(keys), heads, scale, causal)
-            ctx.save_for_backward(queries, keys, levels)
-            return cast("Tensor", columns)
-        ctx.save_for_backward(queries, keys)
-        parts = [weights.square_().sum(1) for weights, _, _ in _parts(queries, keys, heads, scale, causal)]
-        return torch.unflatten(torch.cat(parts), 0, (-1, heads))
+        return columns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, *levels = ctx.saved_tensors
+        queries, keys, levels = ctx.saved_tensors
         heads, scale, causal = ctx.heads, ctx.scale, ctx.causal
         if torch.is_grad_enabled():  # somebody goes on to differentiate this
             columns = _softmax(_by_head(queries, heads), _by_head(keys, heads), scale, causal).square().sum(1)
             weighted = columns * gradients[0].flatten(0, 1)
             return *torch.autograd.grad(weighted.sum(), (queries, keys), create_graph=True), None, None, None
-        if levels:
-            made = _triton().column_gradients
-            found = made(_even(queries), _even(keys), heads, scale, causal, levels[0], gradients[0])
-            return *found, None, None, None
-        given = gradients[0].flatten(0, 1)[:, None]
-        slopes: tuple[list[Tensor], list[Tensor]] = [], []
-        done = 0
-        for weights, left, right in _parts(queries, keys, heads, scale, causal):
-            g = given[done : done + len(weights)]
-            done += len(weights)
-            slope = weights.square().mul_(g)
-            slope.addcmul_(weights, slope.sum(2, keepdim=True), value=-1).mul_(2 * scale)
-            slopes[0].append(slope @ right)
-            slopes[1].append(slope.mT @ left)
-        first, second = (torch.unflatten(torch.cat(s), 0, (-1, heads)).transpose(1, 2).flatten(2) for s in slopes)
-        return first.to(queries.dtype), second.to(keys.dtype), None, None, None
+        return *_column_gradients(queries, keys, heads, scale, causal, levels, gradients[0]), None, None, None
 
 
 class _Squares(torch.autograd.Function):
-    """Σ_j x_aj² n_hj for every token and head, (batch, token, head)."""
+    """Σ_j x_aj² n_hj for every head and token, (batch, head, token)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norms: Tensor) -> Tensor:
         ctx.save_for_backward(x, norms)
-        if _squares_by_triton(x, norms):
-            return cast("Tensor", _triton().squares(_even(x), norms.contiguous()))
-        return wide(x).square() @ norms.mT
+        return _squares(x, norms)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, norms = ctx.saved_tensors
-        (g,) = gradients
-        if _squares_by_triton(x, norms) and not torch.is_grad_enabled():
-            return cast("tuple[Tensor, Tensor]", _triton().square_gradients(_even(x), norms.contiguous(), g))
-        # as it can be differentiated again, for whoever goes on to
-        return (2 * wide(x) * (g @ norms)).to(x.dtype), g.flatten(0, 1).mT @ wide(x).square().flatten(0, 1)
+        made = _plain_square_gradients if torch.is_grad_enabled() else _square_gradients
+        return made(*ctx.saved_tensors, gradients[0])
+
+
+# ---------------------------------------------------------------------------------------------- where they are made
+
+
+def _columns(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """c_a of every sample and head, and what Triton keeps for its backward pass; plain torch keeps nothing."""
+    if _columns_by_triton(queries, keys, heads):
+        found = _triton().columns(_even(queries), _even(keys), heads, scale, causal)
+        return cast("tuple[Tensor, Tensor]", found)
+    parts = [weights.square_().sum(1) for weights, _, _ in _parts(queries, keys, heads, scale, causal)]
+    return torch.unflatten(torch.cat(parts), 0, (-1, heads)), queries.new_empty(0, dtype=torch.float32)
+
+
+def _column_gradients(
+    queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool, levels: Tensor, slopes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Those of queries and keys, `slopes` (batch, head, context) being those of the columns."""
+    if _columns_by_triton(queries, keys, heads):
+        found = _triton().column_gradients(_even(queries), _even(keys), heads, scale, causal, levels, slopes)
+        return cast("tuple[Tensor, Tensor]", found)
+    given = slopes.flatten(0, 1)[:, None]
+    results: tuple[list[Tensor], list[Tensor]] = [], []
+    done = 0
+    for weights, left, right in _parts(queries, keys, heads, scale, causal):
+        g = given[done : done + len(weights)]
+        done += len(weights)
+        slope = weights.square().mul_(g)
+        slope.addcmul_(weights, slope.sum(2, keepdim=True), value=-1).mul_(2 * scale)
+        results[0].append(slope @ right)
+        results[1].append(slope.mT @ left)
+    first, second = (torch.unflatten(torch.cat(r), 0, (-1, heads)).transpose(1, 2).flatten(2) for r in results)
+    return first.to(queries.dtype), second.to(keys.dtype)
+
+
+def _squares(x: Tensor, norms: Tensor) -> Tensor:
+    if _squares_by_triton(x, norms):
+        return cast("Tensor", _triton().squares(_even(x), norms.contiguous()))
+    return norms @ wide(x).square().mT
+
+
+def _square_gradients(x: Tensor, norms: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of x and of the norms, `slopes` (batch, head, token) being those of the squares."""
+    if _squares_by_triton(x, norms):
+        return cast("tuple[Tensor, Tensor]", _triton().square_gradients(_even(x), norms.contiguous(), slopes))
+    return _plain_square_gradients(x, norms, slopes)
+
+
+def _plain_square_gradients(x: Tensor, norms: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as it can be differentiated again."""
+    of_x = (2 * wide(x) * (slopes.mT @ norms)).to(x.dtype)
+    return of_x, slopes.transpose(0, 1).flatten(1) @ wide(x).square().flatten(0, 1)
 
 
 def _columns_by_triton(queries: Tensor, keys: Tensor, heads: int) -> bool:
-    narrow = queries.shape[-1] <= WIDEST * heads
-    return narrow and energy.by_triton(queries) and queries.dtype == keys.dtype and queries.dtype in energy.DTYPES
+    return energy.by_triton(queries) and _narrow(queries, keys, heads)
+
+
+def _narrow(queries: Tensor, keys: Tensor, heads: int) -> bool:
+    alike = queries.dtype == keys.dtype and queries.dtype in energy.DTYPES
+    return alike and queries.shape[-1] <= WIDEST * heads
 
 
 def _squares_by_triton(x: Tensor, norms: Tensor) -> bool:
@@ -151,3 +197,91 @@ def _softmax(queries: Tensor, keys: Tensor, scale: float, causal: bool) -> Tenso
 def _by_head(side: Tensor, heads: int) -> Tensor:
     """(batch, token, heads · width) as (batch · head, token, width)."""
     return torch.unflatten(side, -1, (heads, -1)).transpose(1, 2).flatten(0, 1)
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+
+@torch.library.custom_op("explicit_dropout::attended_columns", mutates_args=())
+def columns_operator(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """c_a of every sample and head, and what the backward pass needs besides queries and keys."""
+    return _columns(queries, keys, heads, scale, causal)
+
+
+@torch.library.custom_op("explicit_dropout::attended_column_gradients", mutates_args=())
+def column_gradients_operator(
+    queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool, levels: Tensor, slopes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of queries and keys."""
+    return _column_gradients(queries, keys, heads, scale, causal, levels, slopes)
+
+
+@torch.library.custom_op("explicit_dropout::attended_squares", mutates_args=())
+def squares_operator(x: Tensor, norms: Tensor) -> Tensor:
+    """Σ_j x_aj² n_hj for every head and token."""
+    return _squares(x, norms)
+
+
+@torch.library.custom_op("explicit_dropout::attended_square_gradients", mutates_args=())
+def square_gradients_operator(x: Tensor, norms: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Of x and of the norms."""
+    return _square_gradients(x, norms, slopes)
+
+
+for _operator in (columns_operator, column_gradients_operator, squares_operator, square_gradients_operator):
+    inlined(_operator, energy.serves_compiled)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@columns_operator.register_fake
+def _(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    del scale, causal
+    (batch, tokens, _), context = queries.shape, keys.shape[1]
+    columns = queries.new_empty((batch, heads, context), dtype=torch.promote_types(queries.dtype, torch.float32))
+    kept = (batch, heads, tokens) if _columns_by_triton(queries, keys, heads) else 0
+    return columns, queries.new_empty(kept, dtype=torch.float32)
+
+
+@column_gradients_operator.register_fake
+def _(queries: Tensor, keys: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    del others
+    return _like(queries), _like(keys)
+
+
+@squares_operator.register_fake
+def _(x: Tensor, norms: Tensor) -> Tensor:
+    return norms.new_empty((x.shape[0], norms.shape[0], x.shape[1]))
+
+
+@square_gradients_operator.register_fake
+def _(x: Tensor, norms: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    del slopes
+    return _like(x), _like(norms)
+
+
+def _keep_columns(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    queries, keys, ctx.heads, ctx.scale, ctx.causal = inputs
+    ctx.save_for_backward(queries, keys, output[1])
+
+
+def _columns_backward(ctx: Any, slopes: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    queries, keys, levels = ctx.saved_tensors
+    operator = torch.ops.explicit_dropout.attended_column_gradients
+    return *operator(queries, keys, ctx.heads, ctx.scale, ctx.causal, levels, slopes), None, None, None
+
+
+def _keep_squares(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _squares_backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    found = torch.ops.explicit_dropout.attended_square_gradients(*ctx.saved_tensors, slopes)
+    return cast("tuple[Tensor, Tensor]", found)
+
+
+columns_operator.register_autograd(_columns_backward, setup_context=_keep_columns)
+squares_operator.register_autograd(_squares_backward, setup_context=_keep_squares)

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import lru_cache, reduce, wraps
 from operator import or_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
+
+_Made = TypeVar("_Made")
 
 
 class Launch:
@@ -57,12 +59,12 @@ class Launch:
         form(*pointers, *self.numbers, stream=torch._C._cuda_getCurrentRawStream(device.index))
 
 
-def remembered(make: Callable[..., Launch]) -> Callable[..., Launch]:
+def remembered(make: Callable[..., _Made]) -> Callable[..., _Made]:
     """`lru_cache`, except that nothing is kept for the symbols that a compiler has in the place of numbers."""
     kept = lru_cache(4096)(make)
 
     @wraps(make)
-    def found(*given: Any) -> Launch:
+    def found(*given: Any) -> _Made:
         try:
             return kept(*given)
         except TypeError:  # symbols have no hash

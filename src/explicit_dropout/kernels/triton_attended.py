@@ -11,7 +11,6 @@ pass finds the levels and keeps them. The weights are made again for each of the
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import e, log2
 from typing import Any
 
@@ -21,7 +20,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from explicit_dropout.kernels.energy import interpreted
-from explicit_dropout.kernels.launch import Launch
+from explicit_dropout.kernels.launch import Launch, remembered
 from explicit_dropout.kernels.triton_gram import _put
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
@@ -203,7 +202,7 @@ def _attended_squares(
 @triton.jit(do_not_specialize=["rows", "tokens", "heads", "part_rows"])
 def _attended_squares_gradients(
     x, norms, slopes, result, sums,
-    rows, tokens, heads, columns, x_sample, x_token, slope_sample, slope_token, slope_head, part_rows,
+    rows, tokens, heads, columns, x_sample, x_token, slope_sample, slope_head, slope_token, part_rows,
     EXACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
@@ -240,7 +239,7 @@ def _size(tokens: int, context: int, width: int) -> int:
     return 32 if max(tokens, context) <= 256 or width > 64 else 64
 
 
-@lru_cache(1024)
+@remembered
 def _launch(
     kernel: Any, owners: int, blocks: int, scales: tuple[float, ...], numbers: tuple[int, ...], heads: int, width: int,
     size: int, causal: bool, *dtypes: torch.dtype,
@@ -297,7 +296,7 @@ def column_gradients(
     return results
 
 
-@lru_cache(1024)
+@remembered
 def _squares_launch(
     shape: tuple[int, int, int], strides: tuple[int, ...], slopes: tuple[int, ...] | None, heads: int,
     dtype: torch.dtype,
@@ -307,33 +306,33 @@ def _squares_launch(
     rows, wide = batch * tokens, max(16, triton.next_power_of_2(heads))
     if slopes is None:
         # In three products: cut off by tensor cores, all energies would be a little too small.
-        exact = "ieee" if dtype == torch.float32 else "tf32x3"
-        numbers = rows, tokens, heads, width, *strides[:2], exact, 2 * ROWS, 64, wide
+        numbers = rows, tokens, heads, width, *strides[:2], "tf32x3", 2 * ROWS, 64, wide
         parts = triton.cdiv(rows, 2 * ROWS)
         return Launch(_attended_squares, (parts, 1, 1), numbers), parts
-    tile = 128 if wide <= 32 else 64
+    exact = "tf32x3" if dtype == torch.float32 else "tf32"
+    tile = 128 if wide <= 32 and exact == "tf32" else 64
     tiles = triton.cdiv(width, tile)
     part_rows = ROWS * triton.cdiv(rows, ROWS * triton.cdiv(PROGRAMS, tiles))
     parts = triton.cdiv(rows, part_rows)
-    numbers = rows, tokens, heads, width, *strides[:2], *slopes, part_rows, _exact(dtype), ROWS, tile, wide
+    numbers = rows, tokens, heads, width, *strides[:2], *slopes, part_rows, exact, ROWS, tile, wide
     return Launch(_attended_squares_gradients, (parts, tiles, 1), numbers), parts
 
 
 def squares(x: Tensor, norms: Tensor) -> Tensor:
-    """Σ_j x_aj² n_hj, (batch, token, head), tokens next to each other as they are in the columns of attention.
+    """Σ_j x_aj² n_hj, (batch, head, token), as the columns of attention lie.
 
     x is (batch, token, column) and norms (head, column), the last axes without gaps.
     """
     energies = x.new_empty((x.shape[0], len(norms), x.shape[1]), dtype=torch.float32)
     if not x.numel():
-        return energies.zero_().mT
+        return energies.zero_()
     launch, _ = _squares_launch(tuple(x.shape), x.stride(), None, len(norms), x.dtype)
     launch(x, norms, energies)
-    return energies.mT
+    return energies
 
 
 def square_gradients(x: Tensor, norms: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the norms, `slopes` (batch, token, head) being those of the squares."""
+    """The gradients of x and of the norms, `slopes` (batch, head, token) being those of the squares."""
     if not x.numel():
         return x.new_zeros(x.shape), torch.zeros_like(norms)
     launch, parts = _squares_launch(tuple(x.shape), x.stride(), slopes.stride(), len(norms), x.dtype)
