@@ -429,9 +429,9 @@ def test_the_scores_operators_are_registered_soundly(biases, causal):
         close(a, b, 1e-4)
 
 
-@fused
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=fused), True])
 @pytest.mark.parametrize("shape", [(3, 20, 2, 8, 12), (5, 33, 3, 16, 40)])
-def test_spreads_and_their_gradients_equal_plain_torch(shape):
+def test_spreads_and_their_gradients_equal_plain_torch(shape, compiled):
     batch, tokens, heads, width, inputs = shape
     others = draw((batch, tokens, heads * width), torch.bfloat16, 1)
     weights = [draw((heads * width, inputs), seed=seed) for seed in (2, 3)]
@@ -453,8 +453,10 @@ def test_spreads_and_their_gradients_equal_plain_torch(shape):
             kernels.joint_spread(first, square, second, other_square, heads),
         )
 
+    torch._dynamo.reset()
+    mine = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
     found = []
-    for function, dtype in ((fused, None), (plainly, torch.float64)):
+    for function, dtype in ((mine, None), (plainly, torch.float64)):
         given = [others, weights[0], squares[0], weights[1], squares[1]]
         leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in given]
         results = function(*leaves)
@@ -462,10 +464,27 @@ def test_spreads_and_their_gradients_equal_plain_torch(shape):
         found.append([*(energy.detach() for energy in results), *torch.autograd.grad(loss, leaves)])
     for mine, other in zip(*found, strict=True):
         assert (mine.double() - other).norm() < 1e-2 * other.norm()
+    if compiled:
+        return
     leaf = others.detach().requires_grad_()
     energy = kernels.spread(leaf, weights[0], squares[0], heads).sum()
     with pytest.raises(RuntimeError, match="no second derivative in half precision"):
         torch.autograd.grad(energy, leaf, create_graph=True)
+
+
+def test_the_operators_of_spreads_are_registered_soundly():
+    side = draw((3, 20, 16), torch.bfloat16).requires_grad_()
+    operators = torch.ops.explicit_dropout
+    grams = operators.grams(side, 2)
+    torch.library.opcheck(operators.grams.default, (side, 2))
+    torch.library.opcheck(operators.gram_products.default, (side.detach(), grams.detach(), 2))
+    by_head = side.detach().double().unflatten(-1, (2, -1)).transpose(1, 2).requires_grad_()
+    expected = (by_head.mT @ by_head).flatten(1)
+    slopes = draw(grams.shape, torch.bfloat16, 1)
+    close(grams.detach().double(), expected.detach(), 2**-7)
+    (slope,) = torch.autograd.grad(grams, side, slopes)
+    (other,) = torch.autograd.grad(expected, by_head, slopes.double())
+    close(slope.double(), other.transpose(1, 2).flatten(2), 2**-6)
 
 
 # ---------------------------------------------------------------------------------------------- attended values
@@ -806,3 +825,24 @@ def test_a_compiled_model_has_the_operators_in_its_one_graph_and_agrees(make, la
     for name in ("attended_columns", "attended_squares"):
         assert any(f"explicit_dropout.{name}" in target for target in seen) == (bool(noise.variance) and straight)
     assert any("explicit_dropout.scores" in name for name in seen) == (law == "paper" and straight)
+
+
+@pytest.mark.parametrize("component", ["query", "key", "query_key"])
+def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operators(component, monkeypatch):
+    monkeypatch.setattr(kernels.energy, "serves_compiled", lambda _: True)
+    results = []
+    for own, serves in ((True, kernels.serves_spread), (False, lambda *_: False)):
+        monkeypatch.setattr(kernels, "serves_spread", serves)
+        torch._dynamo.reset()
+        seen = []
+
+        def backend(graph, inputs, seen=seen):
+            seen.extend(str(node.target) for node in graph.graph.nodes)
+            return torch._dynamo.backends.registry.lookup_backend("aot_eager")(graph, inputs)
+
+        def compiled(model, backend=backend):
+            return torch.compile(model, fullgraph=True, backend=backend)
+
+        results.append(trained(small_vit(), xd.inverted(0.2), (component,), compiled, autocast=True))
+        assert any("explicit_dropout.grams" in name for name in seen) == own
+    agree(*results, 2e-2)

@@ -210,8 +210,13 @@ class AttentionCall:
         """The incoherent energies, each with its factor; None where kernels do not serve."""
         attention, variance, seen = self.attention, self.tap.noise.variance, self.seen
         roles = ("query", "key") if component == "query_key" else (component,)
-        squares = {role: seen[f"{role} squares"] for role in roles if f"{role} squares" in seen}
-        if pairs.causal or len(squares) < len(roles) or not kernels.serves_spread(queries, attention.heads):
+        if pairs.causal or attention.cross or not kernels.serves_spread(queries, attention.heads):
+            return None
+        if torch.compiler.is_compiling():
+            squares = self._compiled_squares(roles)
+        else:
+            squares = {role: seen[f"{role} squares"] for role in roles if f"{role} squares" in seen}
+        if len(squares) < len(roles):
             return None
         sides = {"query": (keys, attention.query), "key": (queries, attention.key)}
         weights = {role: _whole(sides[role][1])[0] for role in roles}
@@ -221,6 +226,17 @@ class AttentionCall:
         if len(roles) == 2:
             query, key = ((weights[role], squares[role]) for role in roles)
             found.append((variance**2, kernels.joint_spread(*query, *key, heads=attention.heads)))
+        return found
+
+    def _compiled_squares(self, roles: tuple[str, ...]) -> dict[str, Tensor]:
+        """Column energies of the inputs of these projections, sample by sample, which the compiler fuses."""
+        inputs = {role: self.x if role == "query" else self.context for role in roles}
+        found: dict[str, Tensor] = {}
+        for role, x in inputs.items():
+            if x is not None and x.ndim == 3:
+                plain = is_plain_linear(getattr(self.attention, role).module)
+                lower = kernels.lowered(x) if plain else None
+                found[role] = wide(x if lower is None else x.to(lower)).square().sum(1)
         return found
 
     def _rotary(self) -> Rotation | None:

@@ -12,9 +12,8 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     plain    the same in plain torch: in float64, under function transforms, and to compare with
 
 On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU energy, gram and
-attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches energy, gram and attended as
-operators (`torch.ops.explicit_dropout`), whose kernels the compiler launches itself (`inlining`), and has the pointwise
-rest fused.
+attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches them as operators
+(`torch.ops.explicit_dropout`), whose kernels the compiler launches itself (`inlining`); it fuses the pointwise rest.
 """
 
 from explicit_dropout.kernels import plain

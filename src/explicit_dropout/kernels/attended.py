@@ -99,8 +99,9 @@ class _Squares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, norms = ctx.saved_tensors
         made = _plain_square_gradients if torch.is_grad_enabled() else _square_gradients
-        return made(*ctx.saved_tensors, gradients[0])
+        return made(x, norms, gradients[0])
 
 
 # ---------------------------------------------------------------------------------------------- where they are made

@@ -5,7 +5,8 @@ at once it is one matrix product with the products P of pairs of rows of W, P_(e
 
     t = vec(KᵀK) P,   energy = s · t,   and in the backward pass   ∂s = t,   ∂K = 2 K mat(s Pᵀ),   ∂P = vec(KᵀK)ᵀ s.
 
-Matrices are bfloat16, sums over them float32. Only t is kept, one row for each sample.
+Matrices are bfloat16, sums over them float32. Only t is kept, one row for each sample. In compiled code KᵀK is an
+operator and the rest is plain torch, which the compiler differentiates and fuses; there KᵀK is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from explicit_dropout.kernels import energy
 from explicit_dropout.kernels.gram import serves_scores
+from explicit_dropout.kernels.inlining import inlined
 
 
 @cache
@@ -28,9 +31,7 @@ def _triton() -> Any:
 
 def serves_spread(side: Tensor, heads: int) -> bool:
     """Whether `spread` takes this side of attention here and now: in half precision, where float32 is not expected."""
-    if torch.compiler.is_compiling() or side.dtype == torch.float32:
-        return False
-    return serves_scores(side, side, heads)
+    return side.dtype != torch.float32 and serves_scores(side, side, heads)
 
 
 def spread(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tensor:
@@ -41,6 +42,9 @@ def spread(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tenso
         weight: of the side that is, (feature, in).
         squares: s, the column energies of that side's input, (batch, in).
     """
+    if torch.compiler.is_compiling():
+        along = torch.ops.explicit_dropout.grams(others, heads) @ _differentiable_pairs(weight, heads)
+        return cast("Tensor", (squares * along.float()).sum(1))
     return cast("Tensor", _Spread.apply(others, weight, squares, heads))  # type: ignore[no-untyped-call]
 
 
@@ -67,6 +71,9 @@ class _Spread(torch.autograd.Function):
 
 def joint_spread(weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, heads: int) -> Tensor:
     """Σ_h ⟨W_h diag(s) W_hᵀ, V_h diag(u) V_hᵀ⟩ for every sample: what dropout on both sides at once adds."""
+    if torch.compiler.is_compiling():
+        matrices = other_squares.to(torch.bfloat16) @ _differentiable_pairs(other, heads).mT
+        return (squares * (matrices @ _differentiable_pairs(weight, heads)).float()).sum(1)
     found = _JointSpread.apply(weight, squares, other, other_squares, heads)  # type: ignore[no-untyped-call]
     return cast("Tensor", found)
 
@@ -108,8 +115,70 @@ def _pairs(weight: Tensor, heads: int) -> Tensor:
     return torch.mul(rows[:, :, None], rows[:, None], out=pairs).flatten(0, 2)
 
 
+def _differentiable_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The same for the compiler, which knows its gradient and never has the products in float32."""
+    rows = torch.unflatten(weight, 0, (heads, -1))
+    return (rows[:, :, None] * rows[:, None]).to(torch.bfloat16).flatten(0, 2)
+
+
 def _of_weight(of_pairs: Tensor, weight: Tensor, heads: int) -> Tensor:
     """What the gradient of P makes of the weight: 2 Σ_f ∂P_(ef)c W_fc, since both are symmetric in e and f."""
     rows = torch.unflatten(weight, 0, (heads, -1))
     folded = torch.unflatten(of_pairs, 0, (heads, rows.shape[1], rows.shape[1]))
     return (2 * (folded * rows[:, None].to(folded.dtype)).sum(2, dtype=torch.float32)).flatten(0, 1).to(weight.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+
+@torch.library.custom_op("explicit_dropout::grams", mutates_args=())
+def grams_operator(side: Tensor, heads: int) -> Tensor:
+    """XᵀX of every head, (batch, head · width · width) in bfloat16."""
+    if energy.by_triton(side):
+        return cast("Tensor", _triton().grams(side if side.stride(-1) == 1 else side.contiguous(), heads))
+    by_head = torch.unflatten(side.float(), -1, (heads, -1)).transpose(1, 2)
+    return (by_head.mT @ by_head).flatten(1).to(torch.bfloat16)
+
+
+@torch.library.custom_op("explicit_dropout::gram_products", mutates_args=())
+def gram_products_operator(side: Tensor, matrices: Tensor, heads: int) -> Tensor:
+    """2 X M for the symmetric matrix M of every head."""
+    if energy.by_triton(side):
+        return cast("Tensor", _triton().products(side if side.stride(-1) == 1 else side.contiguous(), matrices, heads))
+    by_head = torch.unflatten(side.float(), -1, (heads, -1)).transpose(1, 2)
+    width = by_head.shape[-1]
+    products = 2 * by_head @ torch.unflatten(matrices.float(), 1, (heads, width, width))
+    return products.transpose(1, 2).flatten(2).to(side.dtype)
+
+
+inlined(grams_operator, energy.serves_compiled)
+inlined(gram_products_operator, energy.serves_compiled)
+
+
+@grams_operator.register_fake
+def _(side: Tensor, heads: int) -> Tensor:
+    batch, _, features = side.shape
+    return side.new_empty((batch, features * (features // heads)), dtype=torch.bfloat16)
+
+
+@gram_products_operator.register_fake
+def _(side: Tensor, matrices: Tensor, heads: int) -> Tensor:
+    del matrices, heads
+    return torch.empty_like(side, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    del output
+    side, ctx.heads = inputs
+    ctx.save_for_backward(side)
+
+
+def _grams_backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, None]:
+    (side,) = ctx.saved_tensors
+    width = side.shape[-1] // ctx.heads
+    matrices = torch.unflatten(slopes, 1, (ctx.heads, width, width))
+    symmetric = (0.5 * (matrices + matrices.mT)).flatten(1).to(torch.bfloat16)
+    return torch.ops.explicit_dropout.gram_products(side, symmetric, ctx.heads), None
+
+
+grams_operator.register_autograd(_grams_backward, setup_context=_keep)

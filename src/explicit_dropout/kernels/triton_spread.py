@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from explicit_dropout.kernels.launch import Launch
+from explicit_dropout.kernels.launch import Launch, remembered
 from explicit_dropout.kernels.triton_gram import _gram, _put, _tile
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
@@ -45,7 +44,7 @@ def _spread_products(
         _put(result, product, start, tokens, to_token, width, TOKENS, WIDTH)
 
 
-@lru_cache(1024)
+@remembered
 def _launch(kernel: Any, programs: int, numbers: tuple[int, ...], *dtypes: torch.dtype) -> Launch:
     """How one of the kernels is launched on such tensors; of `numbers` the last is the width of a head."""
     del dtypes  # which make it another launch
