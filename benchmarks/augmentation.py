@@ -1,4 +1,4 @@
-"""Images per second through each augmentation, eager and compiled, on the GPU if there is one.
+"""Images per second through each augmentation: torch, compiled and, on a GPU, by the kernels that AutoAugment has.
 
 python benchmarks/augmentation.py            # 30 batches of 8192 images 3 × 32 × 32
 python benchmarks/augmentation.py 128 1024   # other batch sizes
@@ -21,7 +21,7 @@ from torch import Tensor
 from written import about, write
 
 from explicit_dropout.lab.config import Augmentation
-from explicit_dropout.lab.data.augment import apply, draw
+from explicit_dropout.lab.data.augment import apply, apply_in_torch, draw, serves
 
 REPEATS = 30
 KINDS: tuple[Augmentation, ...] = ("crop_flip", "autoaugment")
@@ -44,11 +44,18 @@ def images_per_second(
     return repeats * len(images) / (time.perf_counter() - start)
 
 
-HEADER = "| augmentation | batch | eager images/s | compiled images/s |\n|---|---|---|---|"
+WAYS = {"eager": "torch", "compiled": "compiled", "triton": "Triton"}
+"""What the results call them, and the table."""
+HEADER = "| augmentation | batch | torch images/s | compiled images/s | Triton images/s |\n|---|---|---|---|---|"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The speed of each way, a dash where there is none."""
+    return [f"{row[way]:,.0f}" if row.get(way) else "–" for way in WAYS]
 
 
 def line(row: dict[str, Any]) -> str:
-    return f"| {row['kind']} | {row['batch']} | {row['eager']:,.0f} | {row['compiled']:,.0f} |"
+    return f"| {row['kind']} | {row['batch']} | {' | '.join(cells(row))} |"
 
 
 def opening(result: dict[str, Any]) -> str:
@@ -68,9 +75,12 @@ def main() -> None:
     for size in options.batches:
         images = torch.randint(0, 256, (size, 3, 32, 32), dtype=torch.uint8, device=device)
         for kind in KINDS:
-            eager = images_per_second(apply, kind, images, repeats)
-            compiled = images_per_second(torch.compile(apply, fullgraph=True), kind, images, repeats)
-            result["rows"].append({"kind": kind, "batch": size, "eager": eager, "compiled": compiled})
+            row: dict[str, Any] = {"kind": kind, "batch": size}
+            row["eager"] = images_per_second(apply_in_torch, kind, images, repeats)
+            row["compiled"] = images_per_second(torch.compile(apply, fullgraph=True), kind, images, repeats)
+            if kind == "autoaugment" and serves(images):
+                row["triton"] = images_per_second(apply, kind, images, repeats)
+            result["rows"].append(row)
             print(line(result["rows"][-1]), flush=True)
             if options.output:
                 write(options.output, result, opening(result), HEADER, line)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import augmentation as augmenting
 import growth
 import step_time
 from steps import MODES, by_kind
@@ -249,11 +250,9 @@ def augmentation(results: dict[str, Any]) -> str:
     result = results["augmentation-h200"]
     if result is None:
         return missing("augmentation-h200")
-    lines = [
-        [f"`{row['kind']}`", str(row["batch"]), f"{row['eager']:,.0f}", f"{row['compiled']:,.0f}"]
-        for row in result["rows"]
-    ]
-    return f"{machine(result)}.\n\n" + table(["augmentation", "batch", "eager images/s", "compiled images/s"], lines)
+    lines = [[f"`{row['kind']}`", str(row["batch"]), *augmenting.cells(row)] for row in result["rows"]]
+    columns = ["augmentation", "batch", *(f"{way} images/s" for way in augmenting.WAYS.values())]
+    return f"{machine(result)}.\n\n" + table(columns, lines)
 
 
 # ---------------------------------------------------------------------------------------------- goals, commands

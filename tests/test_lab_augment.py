@@ -1,4 +1,7 @@
-"""Augmentation: each operation against Pillow, the policy against its publication, and randomness image by image."""
+"""Augmentation: each operation against Pillow, the policy against its publication, and randomness image by image.
+
+The kernels for GPUs against the operations in torch: needs a GPU, or TRITON_INTERPRET=1.
+"""
 
 import numpy as np
 import pytest
@@ -6,12 +9,28 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from explicit_dropout.errors import InputError
+from explicit_dropout.kernels.energy import HAS_TRITON, interpreted
 from explicit_dropout.lab.data import augment as augmentation
-from explicit_dropout.lab.data.augment import CIFAR10_POLICY, OPERATIONS, apply, augment, draw, magnitude, operate
+from explicit_dropout.lab.data.augment import (
+    CIFAR10_POLICY,
+    OPERATIONS,
+    agrees,
+    apply,
+    apply_in_torch,
+    augment,
+    draw,
+    magnitude,
+    operate,
+)
 
 SIGNED = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Contrast", "Color", "Brightness", "Sharpness"}
 EXACT = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Invert", "Equalize", "Solarize", "Posterize"}
 GREY = 128
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+kernels = pytest.mark.skipif(
+    not HAS_TRITON or not (torch.cuda.is_available() or interpreted()), reason="needs Triton and a GPU"
+)
+SHAPES = [(3, 32, 32), (1, 28, 28), (3, 12, 20), (1, 20, 12), (3, 8, 8), (1, 8, 8)]
 
 
 def pictures(n=12, channels=3, side=32, seed=0):
@@ -174,3 +193,85 @@ def test_what_cannot_be_augmented_is_refused(images, kind, argument):
 def test_numbers_of_another_kind_are_refused():
     with pytest.raises(InputError, match="numbers"):
         augmentation.apply(pictures(2), "autoaugment", torch.zeros(2, 3))
+
+
+def varied(n, channels, height, width):
+    """Pictures, and noise of all values, of which histograms have no gaps."""
+    smooth = torch.nn.functional.interpolate(pictures(n, channels), (height, width))
+    noise = torch.randint(0, 256, smooth.shape, generator=torch.Generator().manual_seed(n))
+    return torch.cat([smooth, noise.to(torch.uint8)]).to(DEVICE)
+
+
+@kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_kernel_of_each_operation_has_the_bits_of_torch(name, shape):
+    from explicit_dropout.lab.data import triton_augment
+
+    sizes = torch.tensor([magnitude(name, level, *shape[1:]) for level in (0, 2, 3, 5, 7, 9)])
+    strengths = torch.cat([sizes, -sizes]).to(DEVICE)
+    images = varied(len(strengths) // 2, *shape)
+    for order in (slice(None), torch.arange(len(images)).flip(0)):  # both kinds of images with both signs
+        given = images[order]
+        kinds = torch.full_like(strengths, OPERATIONS.index(name), dtype=torch.long)
+        expected = operate(given, kinds, strengths)
+        assert torch.equal(triton_augment.operate(given, kinds, strengths), expected)
+
+
+@kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_autoaugment_by_kernels_has_the_bits_of_torch(shape):
+    """Every operation of every sub-policy both ways in the first place, with any crop."""
+    images = varied(50, *shape)
+    numbers = draw(100, "autoaugment", torch.Generator().manual_seed(sum(shape)))
+    numbers[:, 3] = (torch.arange(100) % 25 + 0.5) / 25
+    numbers[:50, [4, 6]] = 0.0  # both happen
+    numbers[50:, 4] = 0.0
+    numbers[:, 5] = (torch.arange(100) // 25 % 2).float()
+    numbers = numbers.to(DEVICE)
+    assert augmentation.serves(images)
+    assert torch.equal(apply(images, "autoaugment", numbers), apply_in_torch(images, "autoaugment", numbers))
+
+
+@kernels
+def test_many_images_of_all_shapes_that_the_kernels_take():
+    count = 4096 if DEVICE == "cuda" else 8
+    for shape in ((3, 32, 32), (3, 64, 64), (1, 2, 2), (3, 3, 700)):
+        images = varied(count // 2, *shape)
+        numbers = draw(count, "autoaugment", torch.Generator().manual_seed(1)).to(DEVICE)
+        assert augmentation.serves(images)
+        assert torch.equal(apply(images, "autoaugment", numbers), apply_in_torch(images, "autoaugment", numbers))
+
+
+@kernels
+def test_numbers_at_their_ends_are_the_same_for_kernels():
+    images = varied(8, 3, 8, 8)
+    ends = torch.tensor([0.0, 1 - 2**-24])
+    numbers = ends[torch.randint(0, 2, (16, 8), generator=torch.Generator().manual_seed(0))].to(DEVICE)
+    assert torch.equal(apply(images, "autoaugment", numbers), apply_in_torch(images, "autoaugment", numbers))
+
+
+@kernels
+def test_no_images_and_images_in_another_order_of_memory():
+    few = varied(3, 3, 8, 8)
+    for images in (few[:0], few.transpose(2, 3), few[:, :1].expand(-1, 3, -1, -1), few[::2], few[1:]):
+        numbers = draw(len(images), "autoaugment", torch.Generator().manual_seed(4)).to(DEVICE)
+        expected = apply_in_torch(images.contiguous(), "autoaugment", numbers)
+        assert torch.equal(apply(images, "autoaugment", numbers), expected)
+    large = varied(1, 1, 64, 65)
+    numbers = draw(2, "autoaugment", torch.Generator().manual_seed(4)).to(DEVICE)
+    assert not augmentation.serves(large)
+    assert torch.equal(apply(large, "autoaugment", numbers), apply_in_torch(large, "autoaugment", numbers))
+
+
+@kernels
+def test_kernels_that_differ_from_torch_are_not_used(monkeypatch):
+    from explicit_dropout.lab.data import triton_augment
+
+    images, numbers = pictures(5).to(DEVICE), draw(5, "autoaugment", torch.Generator().manual_seed(1)).to(DEVICE)
+    monkeypatch.setattr(triton_augment, "autoaugment", lambda images, numbers: images)
+    agrees.cache_clear()
+    with pytest.warns(UserWarning, match="torch's is used"):
+        found = apply(images, "autoaugment", numbers)
+    agrees.cache_clear()
+    assert torch.equal(found, apply_in_torch(images, "autoaugment", numbers))

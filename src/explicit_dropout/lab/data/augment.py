@@ -2,23 +2,29 @@
 
 `augment(images, kind, generator)` = `apply(images, kind, draw(len(images), kind, generator))`. All randomness is in
 `draw`, one call of `torch.rand`, so that several models can be augmented at once with the numbers of their own
-generators, and so that `apply` can be compiled.
+generators, and so that `apply` can be compiled. AutoAugment on a GPU has Triton kernels, which give the same bits.
 """
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from explicit_dropout.errors import InputError
+from explicit_dropout.kernels.energy import HAS_TRITON, interpreted
 from explicit_dropout.lab.config import Augmentation
 from explicit_dropout.lab.data import operations as op
 
 NUMBERS: dict[str, int] = {"none": 0, "crop_flip": 3, "autoaugment": 8}
 """How many random numbers each image needs: crop x, crop y, flip; sub-policy, and for each of its two operations
 whether it happens and in which direction."""
+
+LARGEST = 4096
+"""Pixels of an image, for which one Triton program has all of it."""
 
 OPERATIONS = (
     "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "AutoContrast", "Invert", "Equalize", "Solarize",
@@ -84,32 +90,78 @@ def apply(images: Tensor, kind: Augmentation, numbers: Tensor) -> Tensor:
         raise InputError("numbers", f"of shape {(len(images), NUMBERS[kind])} for {kind}", tuple(numbers.shape))
     if kind == "none":
         return images
+    if kind == "autoaugment" and serves(images) and agrees(images.device):
+        return cast("Tensor", _triton().autoaugment(images, numbers))
+    return apply_in_torch(images, kind, numbers)
+
+
+def apply_in_torch(images: Tensor, kind: Augmentation, numbers: Tensor) -> Tensor:
+    """`crop_flip` and `autoaugment` without kernels of ours."""
     moved = crop_flip(images, *numbers[:, :3].unbind(1))
     return moved if kind == "crop_flip" else autoaugment(moved, numbers[:, 3:])
+
+
+def serves(images: Tensor) -> bool:
+    """Whether there are kernels for AutoAugment of these images, here and now."""
+    if torch.compiler.is_compiling() or not HAS_TRITON or not images.is_contiguous():
+        return False
+    here = images.is_cuda or (images.device.type == "cpu" and interpreted())
+    return here and images.shape[2] * images.shape[3] <= LARGEST and not torch._C._are_functorch_transforms_active()
+
+
+@cache
+def agrees(device: torch.device) -> bool:
+    """Whether on this device the kernels give what torch gives: looked at once, since training depends on it."""
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
+    numbers = draw(len(images), "autoaugment", random).to(device)
+    same = torch.equal(_triton().autoaugment(images, numbers), apply_in_torch(images, "autoaugment", numbers))
+    if not same:
+        warnings.warn(f"Triton's AutoAugment is not torch's on {device}: torch's is used. Please report it", stacklevel=2)
+    return same
+
+
+@cache
+def _triton() -> Any:
+    from explicit_dropout.lab.data import triton_augment
+
+    return triton_augment
 
 
 def crop_flip(images: Tensor, right: Tensor, down: Tensor, flip: Tensor) -> Tensor:
     """Cut from the image with a black border of an eighth of its side, and mirrored where `flip` is below ½."""
     _, _, height, width = images.shape
-    left, top = max(width // 8, 1), max(height // 8, 1)
+    from_left, from_top, mirrored = moves(height, width, right, down, flip)
     across = torch.arange(width, device=images.device)
-    across = torch.where(flip[:, None] < 0.5, width - 1 - across, across)
-    x = across + ((2 * left + 1) * right).long().clamp(max=2 * left)[:, None] - left
-    y = torch.arange(height, device=images.device) + ((2 * top + 1) * down).long().clamp(max=2 * top)[:, None] - top
+    x = torch.where(mirrored[:, None], width - 1 - across, across) + from_left[:, None]
+    y = torch.arange(height, device=images.device) + from_top[:, None]
     return op.gather(images, x[:, None, :].expand(-1, height, -1), y[:, :, None].expand(-1, -1, width), fill=0)
+
+
+def moves(height: int, width: int, right: Tensor, down: Tensor, flip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """By how many pixels the crop is to the right and below the image, and whether it is mirrored, each (n,)."""
+    left, top = max(width // 8, 1), max(height // 8, 1)
+    from_left = ((2 * left + 1) * right).long().clamp(max=2 * left) - left
+    from_top = ((2 * top + 1) * down).long().clamp(max=2 * top) - top
+    return from_left, from_top, flip < 0.5
 
 
 def autoaugment(images: Tensor, numbers: Tensor) -> Tensor:
     """One sub-policy for each image: two operations, each with its probability."""
-    tables = _policy_tables if torch.compiler.is_compiling() else _kept_policy_tables  # a cache is no part of a graph
+    tables = policy_tables if torch.compiler.is_compiling() else _kept_policy_tables  # a cache is no part of a graph
     kinds, chances, strengths = tables(images.device, images.shape[2], images.shape[3])
-    policy = (numbers[:, 0] * len(CIFAR10_POLICY)).long().clamp(max=len(CIFAR10_POLICY) - 1)
+    policy, happens, backwards = chosen(numbers, chances)
     for step in range(2):
-        happens, direction = numbers[:, 1 + 2 * step], numbers[:, 2 + 2 * step]
-        kind = torch.where(happens < chances[policy, step], kinds[policy, step], -1)
+        kind = torch.where(happens[:, step], kinds[policy, step], -1)
         strength = strengths[policy, step]
-        images = operate(images, kind, torch.where(direction < 0.5, -strength, strength))
+        images = operate(images, kind, torch.where(backwards[:, step], -strength, strength))
     return images
+
+
+def chosen(numbers: Tensor, chances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each image's sub-policy (n,); for both operations, whether they happen, and whether backwards, (n, 2)."""
+    policy = (numbers[:, 0] * len(CIFAR10_POLICY)).long().clamp(max=len(CIFAR10_POLICY) - 1)
+    return policy, numbers[:, 1::2] < chances[policy], numbers[:, 2::2] < 0.5
 
 
 def operate(images: Tensor, kind: Tensor, strength: Tensor) -> Tensor:
@@ -123,7 +175,11 @@ def operate(images: Tensor, kind: Tensor, strength: Tensor) -> Tensor:
 
 def _geometry(images: Tensor, kind: Tensor, strength: Tensor) -> Tensor:
     """Shears, shifts and the rotation are one gather, with another matrix for each image."""
-    height, width = images.shape[2:]
+    return op.affine(images, matrix(kind, strength, *images.shape[2:]))
+
+
+def matrix(kind: Tensor, strength: Tensor, height: int, width: int) -> Tensor:
+    """The matrix of `op.affine` for each operation, (n, 6): that of a geometric one, or the identity."""
 
     def only(name: str) -> Tensor:
         return torch.where(kind == OPERATIONS.index(name), strength, 0.0)
@@ -132,7 +188,7 @@ def _geometry(images: Tensor, kind: Tensor, strength: Tensor) -> Tensor:
     shift = op.shift_matrix(only("TranslateX"), only("TranslateY"))
     turn = op.rotation_matrix(only("Rotate"), height, width)
     still = op.shear_matrix(torch.zeros_like(strength), torch.zeros_like(strength))
-    return op.affine(images, shear + shift + turn - 2 * still)  # at most one of them is not the identity
+    return shear + shift + turn - 2 * still  # at most one of them is not the identity
 
 
 def _color(images: Tensor, kind: Tensor, strength: Tensor) -> Tensor:
@@ -175,7 +231,7 @@ def magnitude(name: str, level: int, height: int, width: int) -> float:
     return 0.0  # AutoContrast, Equalize and Invert have no strength
 
 
-def _policy_tables(device: torch.device, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def policy_tables(device: torch.device, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Operation, probability and strength, each (25, 2)."""
     kinds = [[OPERATIONS.index(name) for name, _, _ in pair] for pair in CIFAR10_POLICY]
     chances = [[chance for _, chance, _ in pair] for pair in CIFAR10_POLICY]
@@ -187,5 +243,5 @@ def _policy_tables(device: torch.device, height: int, width: int) -> tuple[Tenso
     )
 
 
-_kept_policy_tables = cache(_policy_tables)
+_kept_policy_tables = cache(policy_tables)
 """Copied to each device once: a copy in every batch would make the host wait."""

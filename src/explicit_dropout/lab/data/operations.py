@@ -19,25 +19,30 @@ GREY = 128
 
 def gather(images: Tensor, x: Tensor, y: Tensor, fill: int) -> Tensor:
     """The pixel at column x and row y for each place (n, height, width); `fill` where that is outside."""
-    n, channels, height, width = images.shape
+    _, channels, height, width = images.shape
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
-    place = (y.clamp(0, height - 1) * width + x.clamp(0, width - 1)).view(n, 1, -1).expand(-1, channels, -1)
+    place = (y.clamp(0, height - 1) * width + x.clamp(0, width - 1)).flatten(1)[:, None].expand(-1, channels, -1)
     taken = images.flatten(2).gather(2, place).view_as(images)
     return torch.where(inside[:, None], taken, taken.new_full((), fill))
 
 
 def affine(images: Tensor, matrix: Tensor, fill: int = GREY) -> Tensor:
-    """Output (x, y) is input (a x + b y + c, d x + e y + f), all at the middle of pixels; matrix (n, 6).
-
-    In 16-bit fixed point as Pillow has it: where a point falls between two pixels, the same one is taken everywhere.
-    """
+    """Output (x, y) is input (a x + b y + c, d x + e y + f), all at the middle of pixels; matrix (n, 6)."""
     _, _, height, width = images.shape
-    a, b, c, d, e, f = matrix.unbind(1)
-    fixed = torch.stack([a, b, c + (a + b) / 2, d, e, f + (d + e) / 2]) * 65536 + 0.5
-    a, b, c, d, e, f = fixed.floor().long()[:, :, None, None].unbind(0)
+    a, b, c, d, e, f = fixed_point(matrix)[:, :, None, None].unbind(0)
     across = torch.arange(width, device=images.device)[None, None, :]
     down = torch.arange(height, device=images.device)[None, :, None]
     return gather(images, (a * across + b * down + c) >> 16, (d * across + e * down + f) >> 16, fill)
+
+
+def fixed_point(matrix: Tensor) -> Tensor:
+    """The same from corner to corner of pixels, times 2¹⁶: int64 (6, n), for a matrix (n, 6).
+
+    As Pillow has it: where a point falls between two pixels, the same one is taken everywhere.
+    """
+    a, b, c, d, e, f = matrix.unbind(1)
+    fixed = torch.stack([a, b, c + (a + b) / 2, d, e, f + (d + e) / 2]) * 65536 + 0.5
+    return fixed.floor().long()
 
 
 def shear_matrix(along_x: Tensor, along_y: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def brightness_table(same: Tensor, factor: Tensor) -> Tensor:
 def contrast_table(same: Tensor, factor: Tensor, grey: Tensor) -> Tensor:
     """Away from or towards the mean of the grey image (n, 1, height, width)."""
     total = grey.flatten(1).sum(1, dtype=torch.int32)
-    pixels = grey[0].numel()
+    pixels = grey.shape[2] * grey.shape[3]
     mean = (2 * total + pixels) // (2 * pixels)
     return blend(mean[:, None, None], same, factor[:, None, None])
 
