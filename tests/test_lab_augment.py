@@ -269,7 +269,7 @@ def test_kernels_that_differ_from_torch_are_not_used(monkeypatch):
     from explicit_dropout.lab.data import triton_augment
 
     images, numbers = pictures(5).to(DEVICE), draw(5, "autoaugment", torch.Generator().manual_seed(1)).to(DEVICE)
-    monkeypatch.setattr(triton_augment, "autoaugment", lambda images, numbers: images)
+    monkeypatch.setattr(triton_augment, "autoaugment", lambda images, _: images)
     agrees.cache_clear()
     with pytest.warns(UserWarning, match="torch's is used"):
         found = apply(images, "autoaugment", numbers)

@@ -117,7 +117,9 @@ def agrees(device: torch.device) -> bool:
     numbers = draw(len(images), "autoaugment", random).to(device)
     same = torch.equal(_triton().autoaugment(images, numbers), apply_in_torch(images, "autoaugment", numbers))
     if not same:
-        warnings.warn(f"Triton's AutoAugment is not torch's on {device}: torch's is used. Please report it", stacklevel=2)
+        warnings.warn(
+            f"Triton's AutoAugment is not torch's on {device}: torch's is used. Please report it", stacklevel=2
+        )
     return same
 
 
