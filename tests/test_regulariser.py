@@ -122,6 +122,109 @@ def test_padding_is_read_switched_off_or_given_by_a_function():
     assert {f"model.layers.{layer}.self_attn" for layer in range(2)} < set(paths)
 
 
+def small_bert(**settings):
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings,
+    )  # fmt: skip
+    return BertModel(config, add_pooling_layer=False).train()
+
+
+class Around(nn.Module):
+    """A model whose arguments have names of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Identity(), inner
+
+    def forward(self, numbers, real):
+        return self.inner(self.first(numbers), attention_mask=real).last_hidden_state
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("noise", [xd.paper(0.2), xd.bernoulli(0.2)])
+def test_padding_is_read_from_a_model_inside_the_model(noise, compiled):
+    inner, components = small_bert(), {"value": 1.0, "feed_forward": 1.0, "query": 1.0}
+    numbers, real = torch.randint(20, (3, 6)), torch.arange(6) < torch.tensor([[6], [4], [1]])
+    with xd.ExplicitDropout(inner, noise, **components) as reg:
+        inner(numbers, attention_mask=real)
+        expected = reg()
+        expected_terms = reg.terms()
+    outer = Around(inner)
+    torch._dynamo.reset()
+    with xd.ExplicitDropout(outer, noise, **components) as reg:
+        run = torch.compile(outer, backend="eager") if compiled else outer
+        for mask in (real.flip(0), real):
+            run(numbers, mask)
+            found = reg()
+        assert_close(found, expected)
+        for mine, other in zip(reg.terms().values(), expected_terms.values(), strict=True):
+            assert_close(mine, other)
+
+
+def test_padding_is_read_from_the_mask_of_pairs_that_a_part_of_a_model_is_given():
+    model = small_bert()
+    numbers, real = torch.randint(20, (3, 6)), torch.arange(6) < torch.tensor([[6], [4], [1]])
+    with xd.ExplicitDropout(model, NOISE, value=1.0, feed_forward=1.0) as reg:
+        model(numbers, attention_mask=real)
+        expected = reg()
+    hidden = model.embeddings(numbers)
+    pairs = torch.zeros(3, 1, 1, 6).masked_fill(~real[:, None, None], -1e9)
+    for mask in (pairs, pairs == 0, pairs.expand(3, 1, 6, 6)):
+        with xd.ExplicitDropout(model.encoder, NOISE, value=1.0, feed_forward=1.0) as reg:
+            model.encoder(hidden, attention_mask=mask)
+            assert_close(reg(), expected)
+
+
+@pytest.mark.parametrize("noise", [xd.paper(0.2), xd.bernoulli(0.2)])
+@pytest.mark.parametrize("samples", [4, 5])
+def test_token_first_layers_have_the_same_penalty_in_every_precision(noise, samples):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=False).double().train()
+    x, padded = torch.randn(5, samples, 8).double(), torch.arange(5) >= torch.tensor([[5, 4, 2, 1, 3][:samples]]).T
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        layer.to(dtype)
+        with xd.ExplicitDropout(layer, noise, feed_forward=1.0) as reg:
+            layer(x.to(dtype), src_key_padding_mask=padded)
+            found.append(reg())
+    assert_close(*found)
+
+
+def test_a_sample_is_one_of_the_model_even_where_layers_see_windows_or_rows():
+    class Rows(nn.Module):
+        """Feed-forward layers on all tokens in one row, then on a map."""
+
+        def __init__(self):
+            super().__init__()
+            self.one = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x):
+            return self.one(x.reshape(-1, 2, 8)).view_as(x)  # windows of two tokens
+
+    model, x = Rows().train(), torch.randn(3, 6, 8)
+    found = {}
+    for reduction in ("token", "sample"):
+        with xd.ExplicitDropout(model, NOISE, value=1.0, feed_forward=1.0, reduction=reduction) as reg:
+            model(x)
+            found[reduction] = reg()
+    assert_close(found["sample"], 6 * found["token"])
+
+
+def test_feed_forward_layers_that_are_run_in_chunks_are_refused():
+    model = small_bert(chunk_size_feed_forward=2)
+    with pytest.raises(
+        xd.UnsupportedSiteError, match=r"encoder\.layer\.0 runs it on 2 tokens.*chunk_size_feed_forward"
+    ):
+        xd.ExplicitDropout(model, NOISE, feed_forward=1.0)
+    with xd.ExplicitDropout(model, NOISE, value=1.0) as reg:
+        model(torch.randint(20, (2, 6)))
+        assert reg() > 0
+
+
 # ---------------------------------------------------------------------------------------------- what it leaves alone
 
 

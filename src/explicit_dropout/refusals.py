@@ -92,6 +92,21 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
         )
 
 
+def refuse_chunks(model: nn.Module, sites: Iterable[Site]) -> None:
+    """Feed-forward layers of transformers that are run on some tokens after the other: each call looks like a batch."""
+    for site in sites:
+        parts = site.path.split(".") if site.component == "feed_forward" else []
+        for length in range(len(parts)):
+            path = ".".join(parts[:length])
+            size = getattr(model.get_submodule(path), "chunk_size_feed_forward", 0)
+            if isinstance(size, int) and size > 0:
+                raise UnsupportedSiteError(
+                    f"{site.name}: {path or 'the model'} runs it on {size} tokens at a time, so that each chunk would "
+                    "count as a batch of its own. Set chunk_size_feed_forward = 0 in the model's configuration before "
+                    "the model is made, or on that module now."
+                )
+
+
 def refuse_sharded(model: nn.Module, sites: Iterable[Site], noise: Noise) -> None:
     """FSDP2 takes weights away after a layer's call: no penalty may need one in its backward pass."""
     sharded = modules_under_fsdp(model)

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
-from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term
+from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term, owner_of
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding, Tap, projection_of
 from explicit_dropout.hooks.total import Share, Total
@@ -23,6 +23,7 @@ from explicit_dropout.refusals import (
     check_state,
     chosen_layers,
     no_forward,
+    refuse_chunks,
     refuse_second,
     refuse_sharded,
     silent_sites,
@@ -128,6 +129,7 @@ class ExplicitDropout:
             check_exact(site, noise, reading)
         self._by_name = {site.name: site for site in self.sites}
         refuse_sharded(model, self.sites, noise)
+        refuse_chunks(model, self.sites)
         try:
             if self.sites:
                 self._attach(places, padding)
@@ -144,7 +146,9 @@ class ExplicitDropout:
         self._collector.held = {site.name: projection_of(site).held for site in self.sites if site.projection}
         plan = Plan(self._collector, self.model)
         for layer, sites in places:
-            tap = Tap(layer, self.noise, self._collector, merged_heads=self.reading == "paper", padding=padding)
+            owner = owner_of(self.model, layer.path)
+            merged = self.reading == "paper"
+            tap = Tap(layer, self.noise, self._collector, merged_heads=merged, padding=padding, owner=owner)
             plan.add(layer, sites, tap)
         plan.register(self._handles)
 

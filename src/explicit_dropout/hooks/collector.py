@@ -11,7 +11,7 @@ same to the compiler however long it is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,12 @@ PADDING_ARGUMENTS = {
 }
 """Arguments of a whole model that mark real tokens, (batch, token): of its first sequence, of its decoder's, and of the
 one that cross-attention looks at where the model is given it (`encoder_hidden_states`); otherwise that is the first."""
+
+UNSEEN = -1e3
+"""What is added to the scores of pairs that are not to be: their weights are zero in any precision."""
+
+Padding = dict[tuple[str, str], Tensor]
+"""Masks of real tokens, (batch, token), by the path of the model that was told and by stream."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +90,8 @@ class Slot:
         opened_compiled: whether it is compiled code that runs this pass.
         pending: the terms of this pass so far. complete: those of earlier ones, in a chain of chains.
         waiting: how many passes that is, in eager mode.
-        padding: masks of real tokens of the last pass, by stream. They outlive it: checkpointing recomputes layers.
+        padding: masks of real tokens of the last pass. They outlive it: checkpointing recomputes layers.
+        samples: how many the whole model was given, where that is known.
         observed: calls of layers under way, by layer.
         passed: hooks that want to know whether the model changes a tensor in place, the tensor, and its version.
     """
@@ -95,18 +102,25 @@ class Slot:
         self.pending = EMPTY
         self.complete = EMPTY
         self.waiting = 0
-        self.padding: dict[str, Tensor] | None = None
+        self.padding: Padding | None = None
+        self.samples: int | None = None
         self.observed: dict[str, Observed] = {}
         self.passed: list[tuple[Any, Tensor, int]] = []
 
-    def begin(self, padding: dict[str, Tensor]) -> None:
-        self.open, self.pending, self.padding, self.observed, self.passed = True, EMPTY, padding, {}, []
+    def begin(self, padding: Padding, samples: int | None) -> None:
+        self.open, self.pending, self.observed, self.passed = True, EMPTY, {}, []
+        self.padding, self.samples = padding, samples
 
     def abandon(self) -> None:
         self.open, self.opened_compiled, self.pending, self.observed, self.passed = False, False, EMPTY, {}, []
 
     def take(self) -> list[list[Term]]:
-        forwards = [forward.items() for forward in self.complete.items()]
+        forwards: list[list[Term]] = []
+        for pending, samples in self.complete.items():
+            terms = pending.items()
+            for term in terms if samples is not None else ():
+                term.samples = samples
+            forwards.append(terms)
         self.complete, self.waiting = EMPTY, 0
         return forwards
 
@@ -141,14 +155,21 @@ class Collector:
         own = self.own()
         return self.compiled if self.compiled.opened_compiled and not own.open else own
 
-    def padding(self) -> dict[str, Tensor]:
+    def padding(self) -> Padding:
         """The masks of the forward pass; in another thread, such as one that recomputes layers, of the last one."""
         found = self.slot().padding
         if found is None:
             found = self.compiled.padding
         return {} if found is None else found
 
-    def begin(self, padding: dict[str, Tensor]) -> None:
+    def tell(self, padding: Padding) -> None:
+        """A part of the model knows of padding."""
+        slot = self.slot()
+        slot.padding = {**(slot.padding or {}), **padding}
+        if not torch.compiler.is_compiling():
+            self.compiled.padding = slot.padding  # for layers that are compiled one by one
+
+    def begin(self, padding: Padding, samples: int | None = None) -> None:
         """A training forward pass of the whole model starts."""
         own = self.own()
         if torch.compiler.is_compiling():
@@ -162,8 +183,8 @@ class Collector:
                 "passes that are not trained on in eval mode or under torch.no_grad(), or remove() it."
             )
         else:
-            self.compiled.begin(padding)  # for layers that are compiled one by one
-        own.begin(padding)
+            self.compiled.begin(padding, samples)  # for layers that are compiled one by one
+        own.begin(padding, samples)
 
     def end(self) -> None:
         """The forward pass has come to its end."""
@@ -171,11 +192,12 @@ class Collector:
         if own.open:
             for hook, tensor, version in own.passed:
                 hook.untouched = hook.untouched is not False and tensor._version == version
-            own.complete = Chain(own.pending, own.complete)
+            pending = own.pending
             if not torch.compiler.is_compiling():
                 for term in self.compiled.pending.items():
-                    own.complete.item = Chain(term, own.complete.item)
+                    pending = Chain(term, pending)
                 own.waiting += 1
+            own.complete = Chain((pending, own.samples), own.complete)
         self.abandon()
 
     def abandon(self) -> None:
@@ -198,12 +220,65 @@ def _inert_collector() -> Collector:
     return Collector(inert=True)
 
 
+class PaddingMasks:
+    """What the calls of a model, the whole one or one inside it (at the path `owner`), say about real tokens."""
+
+    def __init__(self, model: nn.Module, owner: str = "") -> None:
+        self.names, self.owner = argument_names(model), owner
+        self.has_encoder = any("encoder" in path.split(".") for path, _ in model.named_modules())
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding:
+        call, found = named_call(self.names, args, kwargs), {}
+        for stream, name in PADDING_ARGUMENTS.items():
+            mask = real_tokens(call.get(name))
+            if mask is not None:
+                found[stream] = mask
+        if "main" in found and call.get("encoder_hidden_states") is None:
+            found["context"] = found["main"]
+        if "main" in found and not self.has_encoder:
+            found["decoder"] = found["main"]  # a decoder alone has no other sequence
+        return {(self.owner, stream): mask for stream, mask in found.items()}
+
+
+def real_tokens(mask: object) -> Tensor | None:
+    """Tokens that count, (batch, token), by a mask of them, or by one of pairs that any query sees them in."""
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.ndim == 2:
+        return mask.bool()
+    if mask.ndim != 4 or mask.shape[0] == 1 or mask.shape[1] != 1 or mask.shape[2] not in (1, mask.shape[3]):
+        return None  # of no batch, of heads, or of other keys than queries
+    seen = mask > UNSEEN if mask.is_floating_point() else mask.bool()
+    return seen.any(2)[:, 0]
+
+
+def owner_of(model: nn.Module, path: str) -> str:
+    """The path of the outermost model that is told of padding and has the layer at this path: a part, or the whole.
+
+    A wrapper around a model of transformers, say, has arguments of its own, and it is the model inside whose masks count.
+    """
+    if told(model):
+        return ""
+    parts = path.split(".")
+    for length in range(1, len(parts)):
+        inner = ".".join(parts[:length])
+        if told(model.get_submodule(inner)):
+            return inner
+    return ""
+
+
+def told(model: nn.Module) -> bool:
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        return False
+    return not set(PADDING_ARGUMENTS.values()).isdisjoint(argument_names(model))
+
+
 class RootBefore:
     """Before a forward pass of the whole model: open the collector if it is one of training."""
 
     def __init__(self, collector: Collector, model: nn.Module) -> None:
-        self.collector, self.names, self.looked = collector, argument_names(model), False
-        self.has_encoder = any("encoder" in path.split(".") for path, _ in model.named_modules())
+        self.collector, self.masks, self.looked = collector, PaddingMasks(model), False
+        self.batch_first = True  # whether all layers are
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.collector.inert:
@@ -213,16 +288,30 @@ class RootBefore:
             return
         if not self.looked and not torch.compiler.is_compiling():  # it may be sharded after it was attached to
             self.collector.sharded, self.looked = bool(modules_under_fsdp(model)), True
-        call, padding = named_call(self.names, args, kwargs), {}
-        for stream, name in PADDING_ARGUMENTS.items():
-            mask = call.get(name)
-            if isinstance(mask, Tensor) and mask.ndim == 2:
-                padding[stream] = mask.bool()
-        if "main" in padding and call.get("encoder_hidden_states") is None:
-            padding["context"] = padding["main"]
-        if "main" in padding and not self.has_encoder:
-            padding["decoder"] = padding["main"]  # a decoder alone has no other sequence
-        self.collector.begin(padding)
+        self.collector.begin(self.masks.of(args, kwargs), samples_of((*args, *kwargs.values()), self.batch_first))
+
+
+class PartBefore:
+    """Before the call of a model inside the model: what it is told of padding."""
+
+    def __init__(self, collector: Collector, part: nn.Module, owner: str) -> None:
+        self.collector, self.masks = collector, PaddingMasks(part, owner)
+
+    def __call__(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.collector.inert and part.training and torch.is_grad_enabled():
+            self.collector.tell(self.masks.of(args, kwargs))
+
+
+def samples_of(arguments: Iterable[object], batch_first: bool) -> int | None:
+    """How many samples a model is given, if its first tensor says so: images, vectors or numbers of tokens.
+
+    Layers may see them otherwise: as windows of images, or all tokens in one row.
+    """
+    first = next((argument for argument in arguments if isinstance(argument, Tensor)), None)
+    if first is None:
+        return None
+    of_tokens = first.ndim == 2 and not first.is_floating_point()
+    return first.shape[0] if batch_first and (of_tokens or first.ndim > 2) else None
 
 
 class RootAfter:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
-from explicit_dropout.hooks.collector import Collector, RootAfter, RootBefore
+from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore
 from explicit_dropout.hooks.taps import (
     BeginHook,
     ColumnsHook,
@@ -60,12 +60,19 @@ class Plan:
 
     def __init__(self, collector: Collector, model: nn.Module) -> None:
         self.collector, self.model = collector, model
-        self.before: dict[nn.Module, list[Any]] = {model: [RootBefore(collector, model)]}
+        self.root = RootBefore(collector, model)
+        self.before: dict[nn.Module, list[Any]] = {model: [self.root]}
         self.after: dict[nn.Module, list[Any]] = {}
+        self.owners: set[str] = set()
 
     def add(self, layer: Layer, sites: list[Site], tap: Tap) -> None:
         """What the sites of one layer need."""
-        described = layer.described
+        described, owner = layer.described, tap.owner
+        self.root.batch_first &= described.batch_first
+        if owner and owner not in self.owners:
+            self.owners.add(owner)
+            part = self.model.get_submodule(owner)
+            self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, owner))
         if isinstance(described, Attention):
             self._add_attention(described, sites, tap)
             return

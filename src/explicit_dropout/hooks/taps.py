@@ -33,7 +33,7 @@ class Tap:
     """What the hooks of one layer share: its call, what they have seen of it, and where terms go."""
 
     def __init__(
-        self, layer: Layer, noise: Noise, collector: Collector, *, merged_heads: bool, padding: Padding
+        self, layer: Layer, noise: Noise, collector: Collector, *, merged_heads: bool, padding: Padding, owner: str
     ) -> None:
         self.noise, self.collector = noise, collector
         self.coherent = coherent_part_needed(noise)
@@ -49,7 +49,7 @@ class Tap:
         self.told_by_model = self.straight and padding == "auto"
         """Whether padding can only be what the whole model was told: nothing, mostly."""
         self.key = f"{type(self.described).__name__} {self.path}"
-        self.stream = stream(self.path)
+        self.owner, self.stream = owner, stream(self.path.removeprefix(owner))
         module = self.described.module
         self.names = () if module is None else argument_names(module)
 
@@ -67,7 +67,8 @@ class Tap:
             raise CollectionError(
                 f"{self.path} runs without gradients inside a training forward pass, so its penalty would have none. "
                 "Reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False), in "
-                "transformers gradient_checkpointing_kwargs={'use_reentrant': False}. Or leave it out by layers=."
+                "transformers gradient_checkpointing_kwargs={'use_reentrant': False}. So does a model that runs a part "
+                "of itself under torch.no_grad() first: let it run that in eval mode. Or leave it out by layers=."
             )
         return False
 
@@ -110,8 +111,9 @@ class Tap:
             return None
         if callable(self.padding_source):
             return self._checked(self.padding_source(self.path, x), x, "the mask of your padding function")
-        mask = self.collector.padding().get(stream or self.stream)
-        return self._checked(mask, x, f"the {PADDING_ARGUMENTS.get(stream or self.stream)} of the model's call")
+        masks, kind = self.collector.padding(), stream or self.stream
+        mask = masks.get((self.owner, kind), masks.get(("", kind)))
+        return self._checked(mask, x, f"the {PADDING_ARGUMENTS.get(kind)} of the model's call")
 
     def _checked(self, mask: Tensor | None, x: Tensor, what: str) -> Tensor | None:
         if mask is None:
@@ -258,7 +260,7 @@ class LinearHook:
     def _plain_term(self, x: Tensor, output: Tensor) -> None:
         tap, made = self.tap, projection_of(self.site).of(output)
         tokens, mask = by_sample(tap, x)
-        made = made.transpose(0, 1) if tokens.shape[:-1] != made.shape[:-1] and x.ndim > 2 else made
+        made = made.transpose(0, 1) if x.ndim > 2 and tokens is not x else made
         tap.coherently(self.site, tokens, made.reshape(*tokens.shape[:-1], -1), mask)
         if not kernels.serves(x):  # or the hook before the projection has taken its columns
             tap.incoherently(self.site, tokens, mask)
