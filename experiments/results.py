@@ -334,17 +334,19 @@ def summary(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> 
 
 
 def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> Iterator[str]:
-    """Explicit dropout on values against stochastic dropout and against nothing, where there are five pairs."""
+    """Rows of explicit dropout against stochastic dropout and against nothing, where there are five pairs."""
     for name, dataset in COLUMNS.items():
-        row = named("explicit_v+explicit", reduction=reductions[name])
-        said = []
-        for other, words in ((BASELINE, "`nn.Dropout`"), ("none+none", "no regulariser")):
-            found = pairs(analyses[name], row, other)
-            if found.n >= ENOUGH:
-                estimate = found.estimate
-                said.append(f"{percent(estimate.mean, signed=True)} {interval(estimate, signed=True)} to {words}")
-        if said:
-            yield f"- {dataset}, values and feed-forward: {', '.join(said)}."
+        for words, base in SUMMARISED.items():
+            if not words.startswith("explicit, "):
+                continue
+            row, said = named(base, reduction=reductions[name]), []
+            for other, against in ((BASELINE, "`nn.Dropout`"), ("none+none", "no regulariser")):
+                found = pairs(analyses[name], row, other)
+                if found.n >= ENOUGH:
+                    estimate = found.estimate
+                    said.append(f"{percent(estimate.mean, signed=True)} {interval(estimate, signed=True)} to {against}")
+            if said:
+                yield f"- {dataset}, {words.removeprefix('explicit, ')}: {', '.join(said)}."
 
 
 def readme(root: Path) -> str:

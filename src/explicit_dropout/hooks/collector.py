@@ -255,7 +255,7 @@ def real_tokens(mask: object) -> Tensor | None:
 def owner_of(model: nn.Module, path: str) -> str:
     """The path of the outermost model that is told of padding and has the layer at this path: a part, or the whole.
 
-    A wrapper around a model of transformers, say, has arguments of its own, and it is the model inside whose masks count.
+    A wrapper around a model of transformers has arguments of its own, and it is the model inside whose masks count.
     """
     if told(model):
         return ""

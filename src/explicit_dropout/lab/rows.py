@@ -105,7 +105,10 @@ def paper_questions(**settings: Any) -> tuple[Question, ...]:
         ),
         Question(
             "Does it beat plain activation L2, and no regulariser at all?",
-            tuple((values, named(row, **settings)) for row in ("none+activation_l2", "none+weight_decay", "none+none")),
+            (
+                *((values, named(row, **settings)) for row in ("none+activation_l2", "none+weight_decay")),
+                *((row, "none+none") for row in explicit.values()),
+            ),
         ),
     )
 
