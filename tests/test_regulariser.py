@@ -101,6 +101,51 @@ def test_the_reading_of_the_paper_under_rotary_embeddings_turns_each_head():
     assert_same(step(model, reg, run), expected)
 
 
+@pytest.mark.parametrize("make", [vit, encoder, llama])
+def test_each_component_may_have_a_law_of_its_own(make):
+    model = make()
+    x = {vit: images(), encoder: torch.randn(2, 5, 16), llama: tokens()}[make]
+    given = {
+        "query": xd.paper(0.1), "value": xd.inverted(0.2), "attended_value": xd.bernoulli(0.3),
+        "feed_forward": xd.gaussian(0.4),
+    }  # fmt: skip
+    strengths = dict(zip(given, (1.0, 0.5, 0.25, 2.0), strict=True))
+
+    def run(laws, **strengths):
+        model.zero_grad()
+        with xd.ExplicitDropout(model, laws, **strengths) as reg:
+            model(x)
+            total = reg()
+            total.backward()
+            return total.detach(), reg.terms(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    total, terms, gradients = run(given, **strengths)
+    alone = [run(given[component], **{component: strength}) for component, strength in strengths.items()]
+    assert_close(total, sum(part for part, _, _ in alone))
+    expected = {name: term for _, found, _ in alone for name, term in found.items()}
+    assert terms.keys() == expected.keys()
+    for name, term in terms.items():
+        assert_close(term, expected[name])
+    for name, gradient in gradients.items():
+        assert_close(gradient, sum(found[name] for *_, found in alone if name in found), rtol=1e-4, atol=1e-6)
+    with xd.ExplicitDropout(model, given, **strengths) as reg:
+        assert "query: paper(0.1)" in reg.summary()
+
+
+@pytest.mark.parametrize(
+    ("noise", "words"),
+    [
+        (0.2, "a mapping from components"),
+        ({"value": xd.paper(0.1)}, "none for feed_forward"),
+        ({"value": xd.paper(0.1), "feed_forward": 0.1}, r"noise\['feed_forward'\]"),
+        ({"value": xd.paper(0.1), "feed_forward": xd.paper(0.1), "query": xd.paper(0.1)}, "'query'"),
+    ],
+)
+def test_laws_that_do_not_fit_the_components_are_refused(noise, words):
+    with pytest.raises(xd.InputError, match=words):
+        xd.ExplicitDropout(vit(), noise, value=1.0, feed_forward=1.0)
+
+
 def test_padding_is_read_switched_off_or_given_by_a_function():
     model, noise = llama(), xd.bernoulli(0.2)
     mask = torch.arange(6) < torch.tensor([[6], [3], [4]])

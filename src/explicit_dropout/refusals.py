@@ -51,6 +51,25 @@ def check_components(model: nn.Module, found: list[Layer], strengths: Iterable[C
             )
 
 
+def laws(noise: object, components: Iterable[Component]) -> dict[Component, Noise]:
+    """The law of each of these components, given one for all of them or one for each."""
+    kinds = "paper(p), bernoulli(p), inverted(p) or gaussian(std)"
+    if isinstance(noise, Noise):
+        return dict.fromkeys(components, noise)
+    if not isinstance(noise, Mapping):
+        raise InputError("noise", f"a Noise: {kinds}; or a mapping from components to them", repr(noise))
+    components = list(components)
+    for component, law in noise.items():
+        if component not in components:
+            raise InputError("noise", f"for components that have a strength: {', '.join(components)}", repr(component))
+        if not isinstance(law, Noise):
+            raise InputError(f"noise[{component!r}]", f"a Noise: {kinds}", repr(law))
+    missing = [component for component in components if component not in noise]
+    if missing:
+        raise InputError("noise", "one for every component that has a strength", f"none for {', '.join(missing)}")
+    return {component: noise[component] for component in components}
+
+
 def check_exact(site: Site, noise: Noise, reading: str) -> None:
     """Refuse what could only be approximate."""
     attention = site.source.described
@@ -77,8 +96,9 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
         if attention.rotary is not None and noise.variance:
             raise UnsupportedSiteError(
                 f"{site.name}: rotary embeddings turn queries and keys before the scores, and the incoherent part of "
-                f"{noise} then depends on the distance of tokens. Use paper(p) here, or value, attended_value and "
-                "feed_forward, which are exact under every law."
+                f"{noise} then depends on the distance of tokens. Use paper(p) here, for this component alone by "
+                f"noise={{{site.component!r}: paper(p), …}}, or value, attended_value and feed_forward, exact under "
+                "every law."
             )
         if reading == "paper" and attention.key_heads not in (None, attention.heads):
             raise UnsupportedSiteError(
@@ -107,10 +127,11 @@ def refuse_chunks(model: nn.Module, sites: Iterable[Site]) -> None:
                 )
 
 
-def refuse_sharded(model: nn.Module, sites: Iterable[Site], noise: Noise) -> None:
+def refuse_sharded(model: nn.Module, sites: Iterable[Site], laws: Mapping[Component, Noise]) -> None:
     """FSDP2 takes weights away after a layer's call: no penalty may need one in its backward pass."""
     sharded = modules_under_fsdp(model)
     for site in sites:
+        noise = laws[site.component]
         if projection_of(site).module in sharded and keeps_weight(site, noise):
             raise UnsupportedSiteError(
                 f"{site.name}: under {noise} its penalty needs a weight again in the backward pass, and fully_shard "

@@ -22,6 +22,7 @@ from explicit_dropout.refusals import (
     check_exact,
     check_state,
     chosen_layers,
+    laws,
     no_forward,
     refuse_chunks,
     refuse_second,
@@ -45,7 +46,8 @@ class ExplicitDropout:
 
     Args:
         model: any model with Transformer layers that a rule recognises (`find_sites` tells).
-        noise: the law of the dropout that the penalty stands for.
+        noise: the law of the dropout that the penalty stands for; or one for each component, by its name:
+            {"query": xd.paper(0.1), "feed_forward": xd.inverted(0.2)}.
         query, key, query_key, value, attended_value, feed_forward: the strength λ of each component: a number, one for
             each layer, a mapping from layer index, or a schedule over calls. None or 0 is off.
         reduction: "token" averages over the real tokens of a batch, "sample" sums over tokens and averages samples.
@@ -65,7 +67,7 @@ class ExplicitDropout:
     def __init__(
         self,
         model: nn.Module,
-        noise: Noise,
+        noise: Noise | Mapping[str, Noise],
         *,
         query: Strength | None = None,
         key: Strength | None = None,
@@ -84,8 +86,6 @@ class ExplicitDropout:
         strengths = {c: s for c, s in zip(COMPONENTS, given, strict=True) if s is not None}
         if not isinstance(model, nn.Module):
             raise InputError("model", "a torch.nn.Module", type(model).__name__)
-        if not isinstance(noise, Noise):
-            raise InputError("noise", "a Noise: paper(p), bernoulli(p), inverted(p) or gaussian(std)", repr(noise))
         if reading not in ("model", "paper"):
             raise InputError("reading", "'model' or 'paper'", repr(reading))
         if reduction not in (None, "token", "sample"):
@@ -97,6 +97,7 @@ class ExplicitDropout:
                 raise InputError(name, "True or False", repr(flag))
         if not strengths:
             raise InputError("strengths", f"given for at least one of {', '.join(COMPONENTS)}", "none")
+        self._laws = laws(noise, strengths)
         model = _uncompiled(model)
         refuse_second(model)
         found = find_layers(model)
@@ -107,7 +108,8 @@ class ExplicitDropout:
         chosen = chosen_layers(layers, number)
         schedules = {component: by_layer(component, strength, number) for component, strength in strengths.items()}
 
-        self.model, self.noise, self.reading = model, noise, reading
+        self.model, self.reading = model, reading
+        self.noise = noise if isinstance(noise, Noise) else dict(noise)
         self.reduction = reduction or ("sample" if reading == "paper" else "token")
         self.require_all, self.calls = require_all, 0
         self.sites: list[Site] = []
@@ -126,9 +128,9 @@ class ExplicitDropout:
             if active:
                 places.append((layer, active))
         for site in self.sites:
-            check_exact(site, noise, reading)
+            check_exact(site, self._laws[site.component], reading)
         self._by_name = {site.name: site for site in self.sites}
-        refuse_sharded(model, self.sites, noise)
+        refuse_sharded(model, self.sites, self._laws)
         refuse_chunks(model, self.sites)
         try:
             if self.sites:
@@ -146,10 +148,11 @@ class ExplicitDropout:
         self._collector.held = {site.name: projection_of(site).held for site in self.sites if site.projection}
         plan = Plan(self._collector, self.model)
         for layer, sites in places:
-            owner = owner_of(self.model, layer.path)
-            merged = self.reading == "paper"
-            tap = Tap(layer, self.noise, self._collector, merged_heads=merged, padding=padding, owner=owner)
-            plan.add(layer, sites, tap)
+            owner, merged = owner_of(self.model, layer.path), self.reading == "paper"
+            for noise in dict.fromkeys(self._laws[site.component] for site in sites):
+                own = [site for site in sites if self._laws[site.component] == noise]
+                tap = Tap(layer, noise, self._collector, merged_heads=merged, padding=padding, owner=owner)
+                plan.add(layer, own, tap)
         plan.register(self._handles)
 
     def _silence(self) -> None:
@@ -203,7 +206,7 @@ class ExplicitDropout:
         if not forwards:
             raise no_forward(self.model)
         if not self._sharding_known:
-            refuse_sharded(self.model, self.sites, self.noise)
+            refuse_sharded(self.model, self.sites, self._laws)
             self._sharding_known = True
         fired = {term.site for forward in forwards for term in forward}
         silent = [name for name in self._by_name if name not in fired]
@@ -274,7 +277,7 @@ class ExplicitDropout:
             for s in self.sites
         ]  # fmt: skip
         lines = [
-            f"ExplicitDropout on {type(self.model).__name__}: {len(self.sites)} sites, {self.noise}, "
+            f"ExplicitDropout on {type(self.model).__name__}: {len(self.sites)} sites, {self._law_names()}, "
             f"reduction={self.reduction!r}, reading={self.reading!r}",
             table(["layer", "component", "module", "in → out", "heads", "λ"], rows),
         ]
@@ -288,6 +291,11 @@ class ExplicitDropout:
                 + (", …" if len(places) > 4 else "")
             )
         return "\n".join(lines)
+
+    def _law_names(self) -> str:
+        if isinstance(self.noise, Noise):
+            return str(self.noise)
+        return ", ".join(f"{component}: {law}" for component, law in self._laws.items())
 
     def __repr__(self) -> str:
         return self.summary()

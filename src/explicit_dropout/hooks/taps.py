@@ -48,7 +48,7 @@ class Tap:
         """Whether projections see (batch, token, width), and their layer says nothing of its own about padding."""
         self.told_by_model = self.straight and padding == "auto"
         """Whether padding can only be what the whole model was told: nothing, mostly."""
-        self.key = f"{type(self.described).__name__} {self.path}"
+        self.key = f"{type(self.described).__name__} {self.path} {noise}"  # a layer may have a tap for each of its laws
         self.owner, self.stream = owner, stream(self.path.removeprefix(owner))
         module = self.described.module
         self.names = () if module is None else argument_names(module)
