@@ -257,6 +257,53 @@ def test_a_callable_without_inputs_is_told_how_to_give_them(capsys, model_file):
     assert "returns a model, or (model, inputs)" in " ".join(err.split())
 
 
+FAILING = """
+import torch
+
+def build(depth=1):
+    raise RuntimeError("out of\\nluck")
+
+def inside(depth=1):
+    return torch.zeros(depth) + "text"
+
+def behind():
+    try:
+        raise RuntimeError("operator torchvision::nms does not exist")
+    except RuntimeError as error:
+        raise ModuleNotFoundError("Could not import module 'ViTModel'") from error
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("build", "failing.py, line 5: RuntimeError: out of luck"),
+        ("build --set width=3", "build does not take what was given"),
+        ("inside", "failing.py, line 8: TypeError: unsupported operand"),
+        ("behind", "goes back to RuntimeError: operator torchvision::nms does not exist"),
+        ("behind", "install it from the same index as torch"),
+    ],
+)
+def test_what_the_code_of_others_raises_is_told_in_a_line_with_its_place(capsys, tmp_path, name, words):
+    path = tmp_path / "failing.py"
+    path.write_text(FAILING)
+    status, out, err = run(capsys, "inspect", *f"{path}:{name}".split())
+    assert (status, out) == (2, "")
+    assert words in " ".join(err.split())
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, ModuleNotFoundError])
+def test_a_library_that_fails_while_it_is_used_is_told_in_a_line(capsys, monkeypatch, error):
+    class Broken:
+        def __getattr__(self, name):
+            raise error(f"no {name} today")
+
+    monkeypatch.setattr("explicit_dropout.cli.models._imported", lambda *_: Broken())
+    status, _, err = run(capsys, "inspect", "hf:bert")
+    assert status == 2
+    assert f"hf:bert could not be built: {error.__name__}: no " in " ".join(err.split())
+
+
 # ------------------------------------------------------------------------------------------------ help, packaging
 
 

@@ -44,8 +44,10 @@ def test_train_writes_a_run_and_says_how_it_went(tmp_path: Path, capsys) -> None
 def test_train_again_only_shows_the_result(tmp_path: Path, capsys) -> None:
     for _ in range(2):
         assert main(["train", *SMALL, "--store", str(tmp_path)]) == 0
-    first, second = re.findall(r"test [\d.]+ %", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    first, second = re.findall(r"test [\d.]+ %", out)
     assert first == second
+    assert out.count("Finished already: shown from the store") == 1
     assert len(folder_of(tmp_path).metrics()) == 2
 
 
@@ -107,11 +109,28 @@ def test_ctrl_c_ends_without_a_traceback_and_the_same_command_goes_on(tmp_path: 
     assert folder_of(tmp_path).status == "resumable"
 
 
-def test_a_setting_that_is_none_is_refused_by_name(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--treatment.strength", "1e-3"])
-    assert ended.value.code == 2
-    assert "treatment.strength" in capsys.readouterr().err
+@pytest.mark.parametrize(("option", "value"), [("treatment.strength", "1e-3"), ("training.learning-rate", "-1")])
+def test_a_setting_that_is_none_is_refused_by_its_name_alone(option, value, capsys) -> None:
+    assert main(["train", f"--{option}", value]) == BAD_INPUT
+    assert capsys.readouterr().err.startswith(f"error: `{option.replace('-', '_')}` must be above 0")
+
+
+def test_names_in_brackets_are_printed_as_they_are(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    treatment = [*EXPLICIT, "--treatment.law", "inverted", "--treatment.strength", "1e-2"]
+    assert main(["train", *SMALL, *treatment, "--store", "m[/b]2"]) == 0
+    out = capsys.readouterr().out
+    assert "explicit_v+explicit [inverted] on digits" in out
+    assert "→ m[/b]2/runs/" in out
+
+
+def test_a_training_goes_on_when_nobody_reads_along_any_more(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "explicit_dropout", "train", *SMALL, "--store", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()  # as `| head` does, and before the first line
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+    assert folder_of(tmp_path).finished
 
 
 @pytest.mark.parametrize("command", ["train", "demo"])

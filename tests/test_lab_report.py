@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 
 import synthetic_sweep as synthetic
+from explicit_dropout.cli.reporting import show
 from explicit_dropout.lab.config import Data
 from explicit_dropout.lab.experiment import Question
 from explicit_dropout.lab.report import build, latex, markdown, tables, write_report
@@ -23,6 +24,7 @@ from explicit_dropout.lab.report.svg import Scale, element, thinned
 from explicit_dropout.lab.report.tables import percent
 from explicit_dropout.lab.statistics import Result, analyse
 from explicit_dropout.lab.store import Store
+from explicit_dropout.lab.training.loop import TRAINING_EXAMPLES_SCORED
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&|\\input{x}$_%#"
 
@@ -122,6 +124,7 @@ def test_diagnostics_are_shown_where_summaries_have_them(complete):
         "row", "train_metric", "gap", "train_loss", "test_loss", "calibration_error", "seconds",
         "examples_per_second", "n",
     ]  # fmt: skip
+    assert f"the first {TRAINING_EXAMPLES_SCORED:,} training examples".replace(",", " ") in full[1].caption
     bare = [Result(r.run, {k: {"accuracy": 0.5} for k in ("validation", "test")}) for r in part.records]
     assert [table.name for table in tables(made, bare)] == ["synthetic", "synthetic_configurations"]
 
@@ -259,6 +262,41 @@ def test_the_environment_is_told_and_different_data_are_a_warning(partial):
     told = " ".join(Page(build(store, [(made, None)]).html()).text.split())
     assert "Different data. Runs on digits have seen 2 versions of it" in told
     assert "1 (6)4 (1)" in told
+
+
+def test_different_data_are_a_warning_in_every_format(partial, capsys):
+    store, made = partial
+    path = store.folder(made.runs[0]).path / "environment.json"
+    for is_mixed in (False, True):
+        report = build(store, [(made, None)])
+        show(report)
+        printed = " ".join(capsys.readouterr().out.split())
+        warning = "Different data: the runs on digits have seen 2 versions of it"
+        for text in (report.html(), report.markdown(), report.latex(), printed):
+            assert (warning in text) == is_mixed
+        (line,) = (one for one in csv.DictReader(io.StringIO(report.csv())) if one["row"] == made.runs[0].row)
+        assert line["data_fingerprint"] == "0123456789abcdef" + (" other" if is_mixed else "")
+        assert "data_fingerprint" in report.configurations_csv().splitlines()[0]
+        dataset = {"name": "digits", "fingerprint": "other"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"dataset": dataset}))
+
+
+def test_versions_of_data_are_told_apart_across_splits(tmp_path):
+    runs = [replace(run, data=replace(run.data, split=run.seed)) for run in synthetic.experiment(seeds=range(2)).runs]
+    store = Store(tmp_path)
+    synthetic.write(store, runs[:1] + runs[-1:])
+    path = store.folder(runs[-1]).path / "environment.json"
+    path.write_text(path.read_text().replace("0123456789abcdef", "other"))
+    assert "Different data" in build(store).markdown()
+
+
+def test_rows_keep_their_names_in_thirty_columns(complete, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    store, made = complete
+    show(build(store, [(made, None)]))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line.rstrip()) <= 30 for line in lines)
+    assert all(any(line.startswith(row[:12]) and "±" in line for line in lines) for row in made.rows)
 
 
 def test_the_same_store_gives_the_same_bytes(complete, tmp_path):

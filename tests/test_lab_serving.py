@@ -47,6 +47,21 @@ def test_the_command_writes_all_files_and_prints_the_table(partial, tmp_path, ca
     assert (tmp_path / "out" / "report.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_report_is_written_even_if_it_cannot_be_printed(partial, tmp_path, encoding):
+    store, _ = partial
+    start = [sys.executable, "-m", "explicit_dropout", "report", "--store", store.root, "--output", tmp_path / "out"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    with subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        printed = b"" if encoding == "utf-8" else process.stdout.read()
+        process.stdout.close()  # with utf-8 before the first line, as `| head` may
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    assert (tmp_path / "out" / "report.html").exists()
+    if encoding == "ascii":
+        assert re.search(rb"\d\d\.\d\d \? \d\.\d\d", printed)
+
+
 def test_the_command_reports_what_has_not_been_run(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(EXPERIMENT_FILE)

@@ -3,20 +3,22 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from explicit_dropout.cli import main
 from explicit_dropout.cli.sweep_display import Display, span
-from explicit_dropout.errors import InputError
+from explicit_dropout.errors import InputError, StoreError
 from explicit_dropout.lab import estimate
-from explicit_dropout.lab.config import Data
+from explicit_dropout.lab.config import Data, Model, Run, Training
 from explicit_dropout.lab.engines import Event
 from explicit_dropout.lab.engines.local import Local
 from explicit_dropout.lab.experiment import Experiment
@@ -129,6 +131,45 @@ def test_a_damaged_checkpoint_is_reported_and_the_run_is_done_all_the_same(store
     assert [event.kind for event in events] == ["started", "note", "finished"]
     assert "kept as checkpoint.pt.corrupt; the run starts from scratch" in events[1].message
     assert (folder.path / "checkpoint.pt.corrupt").read_bytes() == b"no archive"
+
+
+def test_the_baseline_comes_first_wherever_the_experiment_has_it(store):
+    made = replace(experiment(), baseline=TREATMENTS[1].row)
+    rows = [run.row for run in plan(select([made]), store).todo]
+    assert rows == 2 * [TREATMENTS[1].row, TREATMENTS[0].row, TREATMENTS[2].row]
+
+
+def features(path, seed):
+    """A file of feature sequences, others for another seed."""
+    random = np.random.default_rng(seed)
+    labels = np.arange(60) % 2
+    arrays = random.normal(size=(60, 4, 6)).astype(np.float32)
+    np.savez(path, features=arrays, labels=labels, classes=np.array(["no", "yes"]))
+
+
+def test_runs_on_changed_data_are_not_put_beside_those_on_the_data_before(store, tmp_path):
+    features(tmp_path / "mine.npz", seed=0)
+    model = Model(layers=1, width=8, heads=2, hidden=8, patch=None, read="mean")
+    runs = [
+        Run(Data("features", folder="mine.npz", split=split), model, treatment, Training(epochs=1, batch=8))
+        for treatment in TREATMENTS[:2]
+        for split in range(4)
+    ]
+    here = replace(EXECUTION, data_root=str(tmp_path))
+    made = Experiment("mine", "Mine", tuple(runs), "none+none")
+    sweep([made], store, Local(0), here, only=["none+none"])
+    assert sweep([made], store, Local(0), replace(here, data_root="elsewhere"), only=["none+none"]).finished == 0
+    features(tmp_path / "mine.npz", seed=1)
+    with pytest.raises(StoreError, match="seen other data than those at hand under the name features") as refused:
+        sweep([made], store, Local(0), here, only=["dropout+none"])
+    told = str(refused.value)
+    assert "4 finished runs" in told
+    assert f"{runs[3].key}  none+none, seed 0, split 3" in told
+    assert f"move these folders out of {store.root / 'runs'}" in told
+    assert len(list(store.finished_runs())) == 4
+    for old in runs[:4]:
+        shutil.rmtree(store.folder(old).path)
+    assert sweep([made], store, Local(0), here).finished == 8
 
 
 # ---------------------------------------------------------------------------------------------- how long it takes
@@ -266,6 +307,33 @@ def test_a_store_of_another_format_ends_with_2_and_names_the_folder(capsys, stor
     status, _, err = command(capsys, FILE, "--store", store.root, *QUICK)
     assert status == 2
     assert "has format 99" in err
+
+
+def test_a_store_that_is_a_file_is_refused_once(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/inside"):
+        status, out, err = command(capsys, FILE, "--store", tmp_path / place, *QUICK)
+        assert (status, out) == (2, "")
+        assert err.count("is a file, where the store") == 1
+
+
+def test_a_sweep_ends_its_work_when_nobody_reads_along_any_more(store):
+    start = [sys.executable, "-m", "explicit_dropout", "sweep", FILE, "--store", store.root, *QUICK]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "6 runs: 6 new.\n"
+        process.stdout.close()  # as `| head -1` does
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+    assert len(list(store.finished_runs())) == 6
+
+
+def test_rows_keep_their_names_in_thirty_columns(capsys, store, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    status, out, _ = command(capsys, FILE, "--store", store.root, "--dry-run", "--device=cpu")
+    assert status == 0
+    assert all(len(line.rstrip()) <= 30 for line in out.splitlines())
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["row", "none+none", "dropout+none"]
+    assert "explicit_v+explic" in out
 
 
 def test_help_teaches_by_example(capsys):

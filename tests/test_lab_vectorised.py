@@ -378,6 +378,21 @@ def test_runs_are_grouped_by_shape_and_none_is_lost() -> None:
     assert {run.key for group in found for run in group} == {run.key for run in (*together, *apart)}
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_group_of_the_first_run_comes_first_however_small_it_is(processes, tmp_path: Path, monkeypatch) -> None:
+    quick = replace(QUICK, epochs=1)
+    base = [replace(STOCHASTIC, seed=seed, training=quick) for seed in range(2)]
+    others = [replace(EXPLICIT, seed=seed, training=quick) for seed in range(3)]
+    if processes > 1:  # what is shared out, without the processes
+        monkeypatch.setattr(
+            "explicit_dropout.lab.engines.vectorised.share_out",
+            lambda parts, program, _, on_event: [run for part in parts for run in program(part, on_event)],
+        )
+    events = carry_out([base[0], *others, base[1]], tmp_path, Vectorised(3, processes, Local(0)))
+    started = [key for kind, key, _ in events if kind == "started"]
+    assert started == [run.key for run in (*base, *others)]
+
+
 def test_the_engine_reports_runs_of_others_and_trains_the_rest(tmp_path: Path) -> None:
     runs = [replace(EXPLICIT, seed=seed, training=replace(QUICK, epochs=1)) for seed in range(4)]
     store = Store(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -16,51 +15,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     try:
         import rich  # noqa: F401
-        import tyro
+        import tyro  # noqa: F401
     except ImportError as error:
         print(
             f"The command line needs {error.name}, which is not installed:  pip install 'explicit-dropout[lab]'",
             file=sys.stderr,
         )
         return BAD_INPUT
+    from explicit_dropout.cli import arguments as words
     from explicit_dropout.cli.datasets import data
     from explicit_dropout.cli.demo import demo
     from explicit_dropout.cli.inspecting import inspect
+    from explicit_dropout.cli.output import complain, console, flush, silence, tolerate_any_character
     from explicit_dropout.cli.reporting import report
     from explicit_dropout.cli.sweeping import sweep
     from explicit_dropout.cli.training import train
     from explicit_dropout.cli.verifying import verify
 
+    commands: dict[str, words.Command] = {
+        "demo": demo,
+        "inspect": inspect,
+        "verify": verify,
+        "data": data,
+        "train": train,
+        "sweep": sweep,
+        "report": report,
+    }
+    tolerate_any_character()
     try:
-        status = tyro.extras.subcommand_cli_from_dict(
-            {
-                "demo": demo,
-                "inspect": inspect,
-                "verify": verify,
-                "data": data,
-                "train": train,
-                "sweep": sweep,
-                "report": report,
-            },
-            prog="explicit-dropout",
-            description=_DESCRIPTION,
-            config=(tyro.conf.FlagCreatePairsOff,),
-            args=list(sys.argv[1:] if arguments is None else arguments),
-        )
+        return words.read(commands, sys.argv[1:] if arguments is None else arguments, _DESCRIPTION)()
     except ExplicitDropoutError as error:
-        from explicit_dropout.cli.output import complain
-
         complain(str(error))
         return BAD_INPUT
-    except BrokenPipeError:  # whoever reads along has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever reads the help has read enough
+        silence(sys.stdout)
         return 0
     except KeyboardInterrupt:
-        from explicit_dropout.cli.output import console
-
         console(stderr=True).print("Stopped. What is finished is kept; the same command goes on from here.")
         return STOPPED
-    return int(status)
+    finally:
+        flush()
 
 
 _DESCRIPTION = """Dropout without the dice: its effect as a term of the loss.

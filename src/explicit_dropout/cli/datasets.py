@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from explicit_dropout.cli.output import complain, console
+from explicit_dropout.cli.output import complain, console, print_plainly
 from explicit_dropout.errors import DataError, InputError, MissingDataError
 from explicit_dropout.lab import config
 from explicit_dropout.lab.data import SOURCES, Dataset, Source, data_root, load, missing, source
@@ -66,7 +66,7 @@ def data(
     dataset = load(settings, place)
     described = _described(dataset)
     if json:
-        print(json_format.dumps(described, indent=2))
+        print_plainly(json_format.dumps(described, indent=2))
     else:
         _print(dataset, wanted)
     return FAILED if check and dataset.official is False else FINE
@@ -85,7 +85,7 @@ def _list(root: Path, as_json: bool) -> int:
             }
             for e in SOURCES.values()
         ]
-        print(json_format.dumps({"root": str(root), "datasets": rows}, indent=2))
+        print_plainly(json_format.dumps({"root": str(root), "datasets": rows}, indent=2))
         return FINE
     out = console()
     out.print(f"[bold]Data root[/] {escape(str(root))}" + ("" if root.is_dir() else " [dim](not there)[/]"))
@@ -125,7 +125,7 @@ def _check_all(root: Path, as_json: bool) -> int:
         if not as_json:
             _print(dataset, entry)
     if as_json:
-        print(json_format.dumps(list(results.values()), indent=2))
+        print_plainly(json_format.dumps(list(results.values()), indent=2))
     else:
         bad = [name for name, result in results.items() if result["official"] is False]
         verdict = f"[bold red]not as published:[/] {', '.join(bad)}" if bad else "[bold green]nothing wrong[/]"

@@ -57,8 +57,8 @@ def carry_out(planned: Experiment, output: Path, engine: EngineName, device: str
         complain_of(result, out_of=len(plan.todo))
         return 1
     made = build(store, [(planned, None)])
-    show(made)
     written = write_report(made, output / "report")
+    show(made)
     others = ", ".join(path.name for path in written[1:])
     out.print(f"Report: [bold]{escape(str(written[0]))}[/] (and {others})", soft_wrap=True)
     return 0

@@ -6,12 +6,13 @@ import json
 from typing import Annotated, Any
 
 import tyro
+from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 from torch import nn
 
 from explicit_dropout.cli.models import load
-from explicit_dropout.cli.output import common_prefix, console, plural, shape, shortened
+from explicit_dropout.cli.output import common_prefix, console, fitted, plural, print_plainly, shape, shortened
 from explicit_dropout.errors import UnmatchedModelError
 from explicit_dropout.noise import inverted, paper
 from explicit_dropout.perturbation import refusal
@@ -50,7 +51,7 @@ def inspect(
         )
     laws = {site.name: exact_under(site) for site in sites}
     if json:
-        print(as_json(model, example.model, sites, laws))
+        print_plainly(as_json(model, example.model, sites, laws))
         return 0
     out = console()
     parameters = sum(p.numel() for p in example.model.parameters())
@@ -64,10 +65,11 @@ def inspect(
     else:
         prefix = common_prefix(sites)
         if prefix:
-            out.print(f"[dim]modules are inside {prefix.rstrip('.')}[/]")
-        out.print(as_table(sites, prefix, laws))
+            out.print(f"[dim]modules are inside {escape(prefix.rstrip('.'))}[/]")
+        table = as_table(sites, prefix, laws)
+        out.print(fitted(table, out.width, name="module", expendable=("heads", "exact", "in → out", "layer")))
     for reason in dict.fromkeys(reason for mark, reason in laws.values() if mark != "any"):
-        out.print(f"[dim]{reason}[/]")
+        out.print(f"[dim]{escape(reason)}[/]")
     return 0
 
 
@@ -96,7 +98,9 @@ def as_table(sites: list[Site], prefix: str, laws: dict[str, tuple[str, str]]) -
         table.add_row(
             str(site.layer) if new_layer else "",
             site.component,
-            shortened(site.path, prefix) + (" [dim](cross)[/]" if site.cross else "") if new_place else "[dim]″[/]",
+            escape(shortened(site.path, prefix)) + (" [dim](cross)[/]" if site.cross else "")
+            if new_place
+            else "[dim]″[/]",
             shape(site),
             heads(site),
             laws[site.name][0],
@@ -118,8 +122,8 @@ def as_tree(model: nn.Module, sites: list[Site], laws: dict[str, tuple[str, str]
         if (site.layer, place) not in places:
             kind = "feed-forward" if site.heads is None else "cross-attention" if site.cross else "attention"
             many = "" if site.heads is None else f", {heads(site)} heads"
-            places[site.layer, place] = layer.add(f"{place or '(model)'} [dim]{kind}{many}[/]")
-        own = "" if site.heads is not None else f" [dim]{site.path.rsplit('.', 1)[-1]}[/]"
+            places[site.layer, place] = layer.add(f"{escape(place or '(model)')} [dim]{kind}{many}[/]")
+        own = "" if site.heads is not None else f" [dim]{escape(site.path.rsplit('.', 1)[-1])}[/]"
         law = laws[site.name][0]
         mark = "" if law == "any" else f" [dim]({law})[/]"
         places[site.layer, place].add(f"{site.component}{own} {shape(site)}{mark}")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from explicit_dropout.cli.causes import cause
 from explicit_dropout.errors import ExplicitDropoutError, InputError
 
 FORMS = """one of
@@ -56,7 +57,13 @@ def load(spec: str, settings: Iterable[str] = (), *, batch: int = 2, tokens: int
         "hf": _huggingface,
         "torch": _torch,
     }.get(kind, lambda *_: _callable(kind, rest, options))
-    return builder(rest, options, batch, tokens)
+    try:
+        return builder(rest, options, batch, tokens)
+    except ExplicitDropoutError:
+        raise
+    except Exception as error:  # whatever a library, or a function of one's own, comes up with
+        file = getattr(sys.modules.get(kind), "__file__", None) or kind
+        raise ExplicitDropoutError(f"{spec} could not be built: {cause(error, file)}") from error
 
 
 def _settings(pairs: Iterable[str]) -> dict[str, Any]:
@@ -79,9 +86,9 @@ def _imported(name: str, extra: str) -> Any:
     except ImportError as error:
         if error.name and error.name.split(".")[0] == name:
             raise ExplicitDropoutError(f"{name} is not installed:  pip install 'explicit-dropout[{extra}]'") from error
-        raise ExplicitDropoutError(f"{name} could not be imported: {error}") from error
+        raise ExplicitDropoutError(f"{name} could not be imported: {cause(error)}") from error
     except RuntimeError as error:  # torchvision built for another torch
-        raise ExplicitDropoutError(f"{name} could not be imported: {error}") from error
+        raise ExplicitDropoutError(f"{name} could not be imported: {cause(error)}") from error
 
 
 # ---------------------------------------------------------------------------------------------- timm
@@ -235,7 +242,7 @@ def _callable(source: str, name: str, settings: dict[str, Any]) -> Example:
     if found is None:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise InputError("MODEL", f"a callable of {source}: {', '.join(known[:8]) or 'it has none'}", name)
-    made = found if isinstance(found, nn.Module) else _built(found, **settings) if callable(found) else found
+    made = found if isinstance(found, nn.Module) else _called(found, settings) if callable(found) else found
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InputError("MODEL", "a callable that returns a model, or (model, inputs)", f"{type(made).__name__}")
@@ -244,6 +251,16 @@ def _callable(source: str, name: str, settings: dict[str, Any]) -> Example:
     if isinstance(inputs, Mapping):
         return Example(model, (), inputs)
     return Example(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,))
+
+
+def _called(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    try:
+        return function(**settings)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # not the call was wrong, but something inside
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ExplicitDropoutError(f"{name} does not take what was given: {error}") from error
 
 
 def _module(source: str) -> types.ModuleType:

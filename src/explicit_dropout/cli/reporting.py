@@ -8,10 +8,11 @@ from typing import Annotated
 import tyro
 from rich.markup import escape
 
-from explicit_dropout.cli.output import console
+from explicit_dropout.cli.output import console, fitted
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.experiment import Experiment, load_experiments
 from explicit_dropout.lab.report import Report, build, console_table, results_table, write_report
+from explicit_dropout.lab.report.datasets import warnings
 from explicit_dropout.lab.report.page import Live, findings
 from explicit_dropout.lab.report.serving import LiveReport, Server
 from explicit_dropout.lab.store import Store
@@ -54,8 +55,8 @@ def report(
     if serve:
         return _serve(place, listed, port)
     made = build(place, listed)
-    show(made)
     written = write_report(made, output)
+    show(made)
     console().print(f"Written to {escape(str(output))}: {', '.join(path.name for path in written)}")
     return 0
 
@@ -65,7 +66,10 @@ def show(made: Report) -> None:
     out = console()
     for part in made.parts:
         out.print(f"[bold]{escape(part.experiment.title)}[/]")
-        out.print(console_table(results_table(part.analysis), out.width))
+        table = console_table(results_table(part.analysis), out.width)
+        out.print(fitted(table, out.width, name="row", expendable=("runs", "p (Holm)", "n", "paper", "to base")))
+        for sentence in warnings(part):
+            out.print(f"[bold yellow]{escape(sentence)}[/]")
         for sentence in findings(part.analysis):
             out.print(f"[dim]{escape(sentence)}[/]")
         out.print()

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from explicit_dropout.cli import AGREES, DISAGREES, STOPPED
-from explicit_dropout.cli.output import console, plural
+from explicit_dropout.cli.output import console, fitted, plural
 from explicit_dropout.cli.sweep_display import Display, label, span
 from explicit_dropout.errors import ExplicitDropoutError, InputError
 from explicit_dropout.lab import estimate
@@ -79,6 +79,7 @@ def sweep(
     place = Store(store)
     plan = sweeps.plan(chosen, place)
     if dry_run:
+        sweeps.check_data(experiments, place, execution)
         _show(plan, place, execution)
         return AGREES
     out = console()
@@ -155,7 +156,7 @@ def _show(plan: sweeps.Plan, store: Store, execution: Execution) -> None:
             "–" if not todo else span(timed[0]) if timed else "unknown",
             "–" if not todo else span(estimate.total(todo, store, speed)) if all_known else "unknown",
         )
-    out.print(table)
+    out.print(fitted(table, out.width, name="row", expendable=("an epoch", "begun", "finished")))
     said = f"Would carry out {len(plan.todo)} of {plural(len(plan.runs), 'run')}."
     known = [run for run in plan.todo if estimate.shape(run) in speed]
     if known:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -63,7 +64,10 @@ def train(
     folder = Store(store).folder(run)
     out = console()
     if not quiet:
-        out.print(f"[bold]{run.row}[/] on {run.data.name}, seed {run.seed} [dim]→ {folder.path}[/]")
+        name, place = escape(run.data.name), escape(str(folder.path))
+        out.print(f"[bold]{escape(run.row)}[/] on {name}, seed {run.seed} [dim]→ {place}[/]")
+        if folder.finished:
+            out.print("Finished already: shown from the store, not trained again. Another --store trains it once more.")
     summary = train_run(run, folder, execution, None if quiet else Display(out))
     if not quiet:
         show(summary, out)
@@ -73,7 +77,7 @@ def train(
 def read_config(path: Path) -> Run:
     """The run of a config.json."""
     try:
-        return Run.from_json(json.loads(path.read_text())["run"])
+        return Run.from_json(json.loads(path.read_bytes())["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError("config", "the config.json of a run folder", f"{path}: {error}") from error
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.cli import AGREES, DISAGREES
 from explicit_dropout.cli.models import load
-from explicit_dropout.cli.output import common_prefix, console, plural, shortened
+from explicit_dropout.cli.output import common_prefix, console, fitted, plural, shortened
 from explicit_dropout.errors import ExplicitDropoutError, InputError, UnmatchedModelError
 from explicit_dropout.noise import Noise, bernoulli, gaussian, inverted, paper
 from explicit_dropout.perturbation import Record, closed_forms, measure, record, sites_by_layer, steady
@@ -116,19 +116,21 @@ def verify(
         results = _measured([s for s in sites if s.name in terms], terms, taken, law, samples, seed, example.model)
         prefix = common_prefix(sites)
         if prefix:
-            out.print(f"[dim]modules are inside {prefix.rstrip('.')}[/]")
-        out.print(as_table(results, prefix))
+            out.print(f"[dim]modules are inside {escape(prefix.rstrip('.'))}[/]")
+        table = as_table(results, prefix)
+        out.print(fitted(table, out.width, name="module", expendable=("drawn", "closed", "layer")))
         wrong, _ = misdescribed(example.model, list({site.source: None for site in sites}), taken)
         for failure in wrong:
             out.print(f"[bold red]wrong rule[/] {escape(str(failure))}")
     for reason in dict.fromkeys(refused.values()):
         names = [name for name, given in refused.items() if given == reason]
-        out.print(f"[yellow]not exact[/] {plural(len(names), 'site')}, such as {names[0]}: [dim]{reason}[/]")
+        such = f"{plural(len(names), 'site')}, such as {escape(names[0])}"
+        out.print(f"[yellow]not exact[/] {such}: [dim]{escape(reason)}[/]")
     if plot is not None and results:
         from explicit_dropout.cli.plotting import draw
 
         draw(results, f"{model}, {_described(law, rate)}", plot)
-        out.print(f"plot written to {plot}")
+        out.print(f"plot written to {escape(str(plot))}")
     return _verdict(results, wrong, law, samples, len(refused))
 
 
@@ -181,7 +183,7 @@ def as_table(results: list[Result], prefix: str) -> Table:
         table.add_row(
             str(site.layer) if site.layer != layer else "",
             site.component,
-            shortened(site.path, prefix),
+            escape(shortened(site.path, prefix)),
             f"{result.closed:.4g}",
             f"{float(result.drawn.mean):.4g} [dim]± {float(result.drawn.standard_error):.1g}[/]",
             away if result.agrees else f"[bold red]{away}[/]",
@@ -205,7 +207,7 @@ def _verdict(results: list[Result], misread: list[Failure], law: Noise, samples:
     if wrong:
         out.print(
             f"[bold red]{len(wrong)} of {plural(len(results), 'site')} disagree[/] with the model itself, first "
-            f"{wrong[0].site.name}{left}. Is its rule right? explicit_dropout.testing.check_rule tells."
+            f"{escape(wrong[0].site.name)}{left}. Is its rule right? explicit_dropout.testing.check_rule tells."
         )
         return DISAGREES
     if misread:

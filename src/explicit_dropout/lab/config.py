@@ -122,6 +122,18 @@ class Data(Settings):
             self._range("examples", self.examples, 1)
         self._range("label_noise", self.label_noise, 0, 1)
 
+    @property
+    def material(self) -> Data:
+        """The same data before they are divided, thinned out or augmented: what a fingerprint is of."""
+        return Data(self.name, self.folder, self.size)
+
+    @property
+    def words(self) -> str:
+        """What they are called in sentences: images (folder flowers, size 32)."""
+        settings = {name: value for name, value in self.to_json(omit_defaults=True).items() if name != "name"}
+        said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
+        return self.name + (f" ({said})" if said else "")
+
 
 @dataclass(frozen=True)
 class Model(Settings):

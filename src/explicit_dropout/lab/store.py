@@ -62,8 +62,21 @@ class Store:
             if folder.finished:
                 yield folder.run, folder.summary()
 
+    def check(self) -> None:
+        """Raise if there cannot be a store here, rather than once for every run."""
+        runs = self.root / "runs"
+        for place in (runs, *runs.parents):
+            if place.exists() and not place.is_dir():
+                raise StoreError(f"{place} is a file, where the store {self.root} needs a folder.")
+
+    def prepare(self) -> None:
+        """Make the folder of the runs."""
+        with _reporting(self.root):
+            (self.root / "runs").mkdir(parents=True, exist_ok=True)
+
     def status(self, runs: Iterable[Run]) -> dict[str, Status]:
         """How far each run is, by key. Folders that cannot be used are all named in one error."""
+        self.check()
         found: dict[str, Status] = {}
         problems: list[str] = []
         for run in runs:
@@ -157,6 +170,11 @@ class RunFolder:
     def environment(self) -> dict[str, Any] | None:
         path = self.path / "environment.json"
         return _read_json(path) if path.exists() else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the data that the run has seen, if its environment says so."""
+        return fingerprint_in(self.environment())
 
     # ------------------------------------------------------------------------------------------ epochs
 
@@ -293,6 +311,13 @@ class RunFolder:
 
 
 # ---------------------------------------------------------------------------------------------- reading
+
+
+def fingerprint_in(environment: Mapping[str, Any] | None) -> str | None:
+    """The fingerprint of the data in an environment.json."""
+    dataset = (environment or {}).get("dataset")
+    found = dataset.get("fingerprint") if isinstance(dataset, Mapping) else None
+    return None if found is None else str(found)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from explicit_dropout.errors import InputError
-from explicit_dropout.lab.config import Execution, Run
+from explicit_dropout.errors import ExplicitDropoutError, InputError, StoreError
+from explicit_dropout.lab.config import Data, Execution, Run
+from explicit_dropout.lab.data import fingerprint
 from explicit_dropout.lab.engines import Engine, Event, OnEvent
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.store import Status, Store
@@ -24,13 +25,16 @@ POLL_SECONDS = 1.0
 VISIBLE_SECONDS = 60.0
 """How long a file that another machine wrote may take to be seen here: network file systems are slow to forget."""
 
+NAMED = 5
+"""Runs that an error lists."""
+
 
 @dataclass(frozen=True)
 class Plan:
     """What a sweep has before it.
 
     Args:
-        runs: all that were asked for, each once, in the order of the experiments.
+        runs: all that were asked for, each once, in the order of the experiments, but baselines first.
         status: by key, as the store has it.
     """
 
@@ -79,6 +83,8 @@ def sweep(
     result = Result(planned)
     if dry_run:
         return result
+    check_data(experiments, store, execution or Execution())
+    store.prepare()
     busy: list[Run] = []
 
     def follow(event: Event) -> None:
@@ -103,8 +109,12 @@ def sweep(
 
 
 def select(experiments: Sequence[Experiment], only: Sequence[str] = (), seeds: Sequence[int] = ()) -> tuple[Run, ...]:
-    """The runs of some rows and seeds; one that several experiments share comes once."""
-    runs = {run.key: run for experiment in experiments for run in experiment.runs}
+    """The runs of some rows and seeds, baselines first; one that several experiments share comes once."""
+    runs = {
+        run.key: run
+        for experiment in experiments
+        for run in sorted(experiment.runs, key=lambda run: run.row != experiment.baseline)
+    }
     rows = list(dict.fromkeys(run.row for run in runs.values()))
     for name in only:
         if name not in rows:
@@ -122,6 +132,41 @@ def select(experiments: Sequence[Experiment], only: Sequence[str] = (), seeds: S
 
 def plan(runs: Sequence[Run], store: Store) -> Plan:
     return Plan(tuple(runs), store.status(runs))
+
+
+def check_data(experiments: Sequence[Experiment], store: Store, execution: Execution) -> None:
+    """Refuse to put runs beside finished ones of their experiments that have seen other data under the same name.
+
+    Data that are not here, or cannot be read, are left to the runs, which may be carried out elsewhere.
+    """
+    finished: dict[Data, list[tuple[Run, str]]] = {}
+    for run in select(experiments):
+        folder = store.folder(run)
+        if folder.finished and (seen := folder.fingerprint) is not None:
+            finished.setdefault(run.data.material, []).append((run, seen))
+    for material, runs in finished.items():
+        try:
+            at_hand = fingerprint(material, execution.data_root)
+        except (ExplicitDropoutError, OSError):
+            continue
+        others = [(run, seen) for run, seen in runs if seen != at_hand]
+        if others:
+            raise StoreError(_other_data(material, others, at_hand, store))
+
+
+def _other_data(material: Data, others: Sequence[tuple[Run, str]], at_hand: str, store: Store) -> str:
+    count = f"{len(others)} finished runs have" if len(others) > 1 else "a finished run has"
+    lines = [f"{count} seen other data than those at hand under the name {material.words}, fingerprint {at_hand[:12]}:"]
+    for run, seen in others[:NAMED]:
+        split = f", split {run.data.split}" if run.data.split else ""
+        lines.append(f"  {run.key}  {run.row}, seed {run.seed}{split}: fingerprint {seen[:12]}")
+    if len(others) > NAMED:
+        lines.append(f"  and {len(others) - NAMED} more")
+    lines.append(
+        f"Their numbers cannot stand beside new ones. Bring the old data back; or move these folders out of "
+        f"{store.root / 'runs'}, and the runs are trained on the new data; or sweep into another store."
+    )
+    return "\n".join(lines)
 
 
 def order(runs: Iterable[Run], status: Mapping[str, Status] | None = None) -> tuple[Run, ...]:

@@ -61,6 +61,15 @@ def load(data: config.Data | str = "digits", root: Path | str | None = None) -> 
         root: the folder of the datasets; None for $EXPLICIT_DROPOUT_DATA, or `data`.
     """
     settings = config.Data(name=data) if isinstance(data, str) else data
+    return _read(settings, root).divide(settings)
+
+
+def fingerprint(data: config.Data, root: Path | str | None = None) -> str:
+    """That of the examples at hand, which no split or subset changes."""
+    return _read(data, root).fingerprint
+
+
+def _read(settings: config.Data, root: Path | str | None) -> Material:
     found, folder = source(settings.name), data_root(root)
     if settings.folder is not None and not found.asks_folder:
         raise InputError(
@@ -70,7 +79,7 @@ def load(data: config.Data | str = "digits", root: Path | str | None = None) -> 
         raise InputError("data.size", f"null: {settings.name} has one size", settings.size)
     if not found.asks_folder and found.find(folder) is None:
         raise MissingDataError(missing(found, folder))
-    return found.read(settings, folder).divide(settings)
+    return found.read(settings, folder)
 
 
 def missing(wanted: Source, root: Path) -> str:

@@ -62,7 +62,7 @@ class Vectorised:
         places = places[: self.processes]
         parts = self._parts(runs, execution, device, len(places))
         alone = [part[0] for part in parts if len(part) == 1]
-        parts = sorted((part for part in parts if len(part) > 1), key=len, reverse=True)
+        parts = [part for part in parts if len(part) > 1]
         if len(places) == 1 or len(parts) < 2:
             program = Program(str(store.root), execution, self.members)
             alone += [run for part in parts for run in program(part, on_event)]
@@ -70,7 +70,7 @@ class Vectorised:
             count = min(len(places), len(parts))
             threads = execution.threads or max(1, cores() // count)
             program = Program(str(store.root.absolute()), replace(execution, threads=threads), self.members)
-            alone += share_out(parts, program, places, on_event)
+            alone += share_out(_in_turn(parts), program, places, on_event)
         if alone:
             self.others(alone, store, execution, on_event)
 
@@ -88,6 +88,12 @@ class Vectorised:
             size = most if self.members else math.ceil(len(group) / count)
             found += [group[start : start + size] for start in range(0, len(group), size)]
         return found
+
+
+def _in_turn(parts: Sequence[list[Run]]) -> list[list[Run]]:
+    """Parts of the first run's group first, which is the baseline's; then large before small, to end together."""
+    first = fits(parts[0][0])
+    return sorted(parts, key=lambda part: (fits(part[0]) != first, -len(part)))
 
 
 def groups(runs: Sequence[Run]) -> list[list[Run]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from explicit_dropout.errors import StoreError
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.report import commands, formats, page
 from explicit_dropout.lab.report.answers import answers
+from explicit_dropout.lab.report.datasets import fingerprints, warnings
 from explicit_dropout.lab.report.formats import console_table, latex, markdown
 from explicit_dropout.lab.report.page import Live
 from explicit_dropout.lab.report.reading import Part, found, read
@@ -27,6 +28,9 @@ __all__ = [
     "Part", "Report", "Table", "build", "console_table", "latex", "markdown", "results_table", "tables", "tables_of",
     "write_report",
 ]  # fmt: skip
+
+FINGERPRINT = "data_fingerprint"
+"""The last column of CSV files: of the data that the runs behind a line have seen."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Report:
         for part in self.parts:
             experiment = part.experiment
             lines = [f"# {formats.prose(experiment.title)}", ""]
+            lines += [f"**{formats.prose(sentence)}**\n" for sentence in warnings(part)]
             lines += [formats.prose(sentence) for sentence in page.findings(part.analysis)]
             lines += ["", *(f"- {formats.prose(note)}" for note in experiment.notes)]
             for question in experiment.questions:
@@ -60,13 +65,33 @@ class Report:
         return "\n".join(sections)
 
     def latex(self) -> str:
-        return "\n".join(latex(table) for part in self.parts for table in tables_of(part.analysis))
+        return "\n".join(
+            latex(replace(table, caption=" ".join([*warnings(part), table.caption])))
+            for part in self.parts
+            for table in tables_of(part.analysis)
+        )
 
     def csv(self) -> str:
-        return formats.comma_separated([line for part in self.parts for line in records(part.analysis)])
+        return formats.comma_separated(
+            [
+                {**line, FINGERPRINT: fingerprints(part, (run for c in row.configurations for run in c.runs))}
+                for part in self.parts
+                for line, row in zip(records(part.analysis), part.analysis.rows, strict=True)
+            ]
+        )
 
     def configurations_csv(self) -> str:
-        return formats.comma_separated([line for part in self.parts for line in configuration_records(part.analysis)])
+        return formats.comma_separated(
+            [
+                {**line, FINGERPRINT: fingerprints(part, configuration.runs)}
+                for part in self.parts
+                for line, configuration in zip(
+                    configuration_records(part.analysis),
+                    (c for row in part.analysis.rows for c in row.configurations),
+                    strict=True,
+                )
+            ]
+        )
 
 
 def build(store: Store, experiments: Sequence[tuple[Experiment, str | None]] = (), name: str | None = None) -> Report:

@@ -19,6 +19,7 @@ from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.report import commands
 from explicit_dropout.lab.report.answers import answers
 from explicit_dropout.lab.report.curves import DEPTHS, penalty_curves, row_curves, spark
+from explicit_dropout.lab.report.datasets import datasets, warnings
 from explicit_dropout.lab.report.forest import forest, verdict
 from explicit_dropout.lab.report.heatmaps import views
 from explicit_dropout.lab.report.reading import Part, Record
@@ -142,7 +143,7 @@ def part_view(part: Part, anchor: str, store: str) -> dict[str, Any]:
             "planned": analysis.planned, "finished": analysis.finished, "failed": analysis.failed, "begun": len(begun),
         },
         "bar": progress_bar(analysis.planned, analysis.finished, len(begun), analysis.failed),
-        "findings": findings(analysis),
+        "findings": [*warnings(part), *findings(analysis)],
         "answers": [
             (question.text, [said[0].upper() + said[1:] for said in answers(analysis, question)])
             for question in experiment.questions
@@ -259,27 +260,9 @@ def environment_table(parts: Sequence[Part]) -> list[tuple[str, list[tuple[str, 
     return [(name.replace("_", " "), values.most_common()) for name, values in found.items()]
 
 
-def datasets(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """The fingerprints of what the runs saw. Two for the same data mean that runs cannot be compared."""
-    found: dict[str, Counter[str]] = {}
-    for record in _made(parts):
-        seen = (record.environment or {}).get("dataset")
-        if isinstance(seen, Mapping):
-            found.setdefault(_data_words(record.run), Counter())[str(seen.get("fingerprint", "unknown"))] += 1
-    return [
-        {"data": data, "fingerprints": prints.most_common(), "mixed": len(prints) > 1} for data, prints in found.items()
-    ]
-
-
 def _made(parts: Sequence[Part]) -> list[Record]:
     unique = {record.run.key: record for part in parts for record in part.records if record.environment is not None}
     return list(unique.values())
-
-
-def _data_words(run: Run) -> str:
-    settings = {name: value for name, value in run.data.to_json(omit_defaults=True).items() if name != "name"}
-    said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
-    return run.data.name + (f" ({said})" if said else "")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

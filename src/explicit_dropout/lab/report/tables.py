@@ -145,7 +145,8 @@ def diagnostics_table(analysis: Analysis) -> Table:
     return Table(
         f"{analysis.experiment.name}_diagnostics",
         f"{analysis.experiment.title}: fit, calibration and cost",
-        "The same runs: mean ± sd. The gap is training minus test, in percentage points; losses are mean negative "
+        "The same runs: mean ± sd. Training numbers are of the first 10 000 training examples at most, without "
+        "augmentation. The gap is training minus test, in percentage points; losses are mean negative "
         "log-likelihoods; the calibration error is in %.",
         (Column("row", "row", number=False), *columns, Column("n", "n")),
         tuple(rows) if columns else (),
