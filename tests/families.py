@@ -58,8 +58,11 @@ BEYOND = """## Everything else
 - Keys from a cache or a prefix (`past_key_values`), masks of flex attention and sliding windows inside flash attention
   are refused when the model runs.
 - Layers of your own under the usual names are taken at their word: plain attention, causal if `is_causal`, `causal` or
-  the class name says so. A mask in the call, normalised queries or a rotary embedding are refused until a rule
-  explains them.
+  the class name says so. What shows that they are not is refused until a rule explains it: a mask or a bias in the
+  call, normalised queries, a rotary embedding, a mask that the module keeps, a `scale` that is a tensor or over 1.
+- An `nn.Sequential` of two linear layers around an activation is a feed-forward network, too, if it gives back the
+  width that it takes and stands beside attention; dropout anywhere and a normalisation before it do not matter. By
+  whatever names, networks that change the width, make position biases or stand inside attention are none.
 """
 
 

@@ -187,6 +187,43 @@ def test_the_attention_dropout_of_the_model_is_silent_while_attached(name: str) 
     assert has_rates is not name.startswith(without)
 
 
+SWITCHED_OFF = {
+    "timm ViT": ({"attn_drop", "proj_drop"}, {"drop1", "drop2"}),
+    "BERT": ({"attention.self.dropout"}, {"output.dropout"}),
+    "DistilBERT": ({"attention.dropout"}, {"ffn.dropout"}),
+    "GPT-2": ({"attn_dropout", "resid_dropout"}, {"mlp.dropout"}),
+    "Wav2Vec2": ({"attention.dropout"}, {"intermediate_dropout", "output_dropout"}),
+    "BART": ({"self_attn.dropout", "encoder_attn.dropout"}, {"activation_dropout"}),
+    "T5": ({"SelfAttention.dropout", "EncDecAttention.dropout"}, {"DenseReluDense.dropout"}),
+    "ModernBERT, local layers": ({"attn.attention_dropout"}, {"mlp.drop"}),
+    "Llama": ({"self_attn.attention_dropout"}, set()),
+    "nn.TransformerEncoder, norm first": ({"self_attn.dropout"}, {"layers.0.dropout", "layers.1.dropout"}),
+    "torchvision ViT": ({"self_attention.dropout"}, {"mlp.2", "mlp.4"}),
+    "vit-pytorch ViT": ({"dropout", "to_out.1"}, {"net.3", "net.5"}),
+    "x-transformers Encoder": ({"attend.attn_dropout", "attend.dropout"}, {"ff.1"}),
+}
+"""The ends of the paths that attention components, and feed_forward, switch off: the table of docs/attach.md."""
+
+
+@pytest.mark.parametrize("name", SWITCHED_OFF)
+def test_what_is_switched_off_is_what_the_page_says(name: str) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "attach.md").read_text()
+    model = model_of(name)
+    paths = {module: path for path, module in model.named_modules()}
+    for kind, ends in zip(("Attention", "FeedForward"), SWITCHED_OFF[name], strict=True):
+        found = set()
+        for site in xd.find_sites(model):
+            described = site.source.described
+            if type(described).__name__ == kind:
+                found |= {f"{paths[d.module]}.{d.name}".removesuffix(".p") for d in described.dropouts}
+        for path in found:
+            assert any(path.endswith(f".{end}") or path == end for end in ends), path
+        for end in ends:
+            assert any(path.endswith(f".{end}") or path == end for path in found), end
+            own = end.split(".")[-1]
+            assert own.isdigit() or f"{own}`" in page or name.startswith(("T5", "ModernBERT", "Llama", "x-"))
+
+
 def flat(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 

@@ -28,7 +28,7 @@ from explicit_dropout.integrations.huggingface import (  # noqa: E402
     ExplicitDropoutMixin,
     ExplicitDropoutTrainer,
 )
-from explicit_dropout.integrations.lightning import ExplicitDropoutCallback  # noqa: E402
+from explicit_dropout.integrations.lightning import ExplicitDropoutCallback, join  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 RATE = 0.1
@@ -340,6 +340,80 @@ def test_lightning_resumed_is_the_one_that_never_stopped(tmp_path):
     resumed, resumed_reg = trained(tmp_path / "part", 3, ckpt_path=str(tmp_path / "part" / "epoch=0.ckpt"))
     assert resumed_reg.calls == reg.calls == 18
     same_weights(whole, resumed, tolerance=0)
+
+
+class Manual(Module):
+    """An RMSE by manual optimisation, and a loss of something else after it."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.automatic_optimization = False
+        self.critic = nn.Linear(2, 1)
+
+    def training_step(self, batch):
+        optimiser = self.optimizers()
+        optimiser.zero_grad()
+        loss, logits = rmse(self.model, batch)
+        value = loss.item()
+        self.manual_backward(loss)
+        assert loss.item() == value
+        self.manual_backward(self.critic(logits.detach()).square().mean())
+        optimiser.step()
+
+
+def rmse(model, batch):
+    """A root, whose derivative is made of its value."""
+    found = model(**batch)
+    return found["loss"].sqrt(), found["logits"]
+
+
+def test_lightning_in_manual_optimisation_ends_with_the_weights_of_a_plain_loop(tmp_path):
+    data, model = examples(False), classifier()
+    reg = attached(model)
+    trainer = lightning_trainer(tmp_path, reg, max_epochs=1)
+    trainer.fit(Manual(model), DataLoader(data, 4))
+    assert reg.calls == 6
+
+    plain = classifier()
+    plain_reg = attached(plain)
+    optimiser = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for batch in DataLoader(data, 4):
+        optimiser.zero_grad()
+        (rmse(plain, batch)[0] + plain_reg()).backward()
+        optimiser.step()
+    same_weights(model, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_penalty_joins_any_loss_that_is_a_result_of_its_own(dtype):
+    weight = torch.randn(3, requires_grad=True)
+    for make in (torch.sqrt, torch.exp, lambda x: torch.stack((x, x))[0]):
+        loss, penalty = make(weight.square().mean().to(dtype)), weight.pow(3).sum()
+        (expected,) = torch.autograd.grad(loss.float() + penalty, weight, retain_graph=True)
+        value = loss.item()
+        join(loss, penalty)
+        assert loss.item() == value
+        (found,) = torch.autograd.grad(loss, weight)
+        torch.testing.assert_close(found, expected)
+    for loss in (torch.ones((), requires_grad=True), (2 * weight).unbind()[0]):
+        with pytest.raises(xd.InputError, match="a result of its own"):
+            join(loss, weight.sum())
+
+
+def test_a_manual_epoch_without_any_penalty_is_an_error(tmp_path):
+    class Other(Module):
+        def __init__(self, model):
+            super().__init__(model)
+            self.automatic_optimization, self.critic = False, nn.Linear(3, 1)
+
+        def training_step(self, batch):
+            del batch
+            self.manual_backward(self.critic(torch.ones(3)).sum())
+
+    module = Other(classifier())
+    trainer = lightning_trainer(tmp_path, attached(module.model))
+    with pytest.raises(xd.CollectionError, match="no training forward pass"):
+        trainer.fit(module, DataLoader(examples(False), 4))
 
 
 def test_lightning_needs_the_model_that_training_step_calls(tmp_path):

@@ -29,6 +29,24 @@ def test_importing_it_imports_torch_alone():
     assert printed.stdout.strip() == "['explicit_dropout']"
 
 
+def test_testing_and_stochastic_are_there_without_an_import_of_their_own():
+    code = (
+        "import sys, explicit_dropout as xd;"
+        "assert not {'explicit_dropout.testing', 'explicit_dropout.stochastic'} & set(sys.modules);"
+        "print(xd.testing.check_rule.__name__, xd.stochastic.__name__, hasattr(xd, 'nothing'))"
+    )
+    printed = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert printed.stdout.split() == ["check_rule", "explicit_dropout.stochastic", "False"]
+
+
+def test_every_public_name_is_there_and_in_the_table_of_the_api_page():
+    page = (ROOT / "docs" / "api.md").read_text().split("\n## ", 1)[0]
+    listed = set(re.findall(r"`(\w+)`", page))
+    errors = {name for name in xd.__all__ if name.endswith("Error")}
+    assert set(xd.__all__) - errors == listed - {"ExplicitDropoutError"}
+    assert all(hasattr(xd, name) for name in xd.__all__)
+
+
 def test_it_declares_one_dependency():
     import tomllib
 

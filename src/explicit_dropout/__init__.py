@@ -1,5 +1,9 @@
 """Dropout without the dice: its regularising effect as a deterministic term of the loss."""
 
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from explicit_dropout import functional, reference, strengths
 from explicit_dropout.errors import (
     CollectionError,
@@ -10,18 +14,33 @@ from explicit_dropout.errors import (
 )
 from explicit_dropout.noise import Noise, bernoulli, gaussian, inverted, paper
 from explicit_dropout.regulariser import ExplicitDropout
-from explicit_dropout.sites import Attention, FeedForward, Projection, Site, find_sites, register_rule
+from explicit_dropout.sites import (
+    Attention,
+    Dropout,
+    FeedForward,
+    Pairs,
+    Projection,
+    Site,
+    find_sites,
+    register_rule,
+    visible,
+)
+
+if TYPE_CHECKING:
+    from explicit_dropout import stochastic, testing
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attention",
     "CollectionError",
+    "Dropout",
     "ExplicitDropout",
     "ExplicitDropoutError",
     "FeedForward",
     "InputError",
     "Noise",
+    "Pairs",
     "Projection",
     "Site",
     "UnmatchedModelError",
@@ -34,5 +53,15 @@ __all__ = [
     "paper",
     "reference",
     "register_rule",
+    "stochastic",
     "strengths",
+    "testing",
+    "visible",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`xd.testing` and `xd.stochastic`, imported when they are first asked for."""
+    if name in ("stochastic", "testing"):
+        return import_module(f"explicit_dropout.{name}")
+    raise AttributeError(f"module 'explicit_dropout' has no attribute {name!r}")

@@ -7,6 +7,7 @@ the class's bases wins, and a generic rule tries the usual names on whatever is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
@@ -29,6 +30,9 @@ CROSS_ATTENTION = {
     "cross_attention",
 }
 """Names under which layers keep attention to another sequence."""
+
+ADDED = re.compile(r"bias|alibi|rel(ative)?_pos|padding")
+"""Names of arguments that tell of something added to the scores."""
 
 Call = Mapping[str, Any]
 """The arguments of a module's forward call, by name."""
@@ -101,7 +105,7 @@ class Pairs:
 
     mask (*batch, token) and context_mask (*batch, context) mark real tokens; allowed broadcasts to
     (*batch, heads, token, context); None is everything. All are True where something counts. bias is what the model
-    adds to the scores before the softmax, for where A has to be computed.
+    adds to the scores before the softmax, for where A has to be computed; `visible` tells which pairs it leaves.
     """
 
     mask: Tensor | None = None
@@ -111,18 +115,39 @@ class Pairs:
     bias: Tensor | None = None
 
 
+NEVER_SEEN = -1e3
+"""What is added to a score so that its key is not seen: this or less, −1e4, −1e9 and finfo.min like −∞."""
+
+
+def visible(added: Tensor, never: float = NEVER_SEEN) -> Tensor:
+    """Which pairs an additive mask leaves to be seen; a boolean one, True where they are, is that already.
+
+    e^−1000 is 0 even in float64, so no weight is left below that unless other scores of the row are some hundreds
+    smaller. What is added by position (ALiBi, relative positions) stays above it, or has no weight either.
+    A query from which every key is hidden counts none of them.
+    """
+    return added if added.dtype == torch.bool else added > never
+
+
 def every_pair(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:
     """For attention that knows no masks. Refuses a call that passes one: its meaning would be a guess."""
     del x, context
-    passed = [name for name in call if "mask" in name and call[name] is not None]
-    if passed:
-        raise InputError(
-            passed[0],
-            f"understood: no rule says what it means to {type(attention.module).__name__}; give its rule a `pairs`, or "
-            "use value or feed_forward here",
-            "a mask",
-        )
+    for name, given in call.items():
+        if _hides(attention, name, given):
+            raise InputError(
+                name,
+                f"understood: no rule says what it means to {type(attention.module).__name__}; give its rule a "
+                "`pairs` (@xd.register_rule, xd.Pairs), or use value or feed_forward here",
+                f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given),
+            )
     return Pairs(causal=attention.causal)
+
+
+def _hides(attention: Attention, name: str, given: Any) -> bool:
+    """Whether an argument of a call, by its name, says which query sees which key, or how well."""
+    if isinstance(given, bool) and name in ("causal", "is_causal"):
+        return given is not attention.causal
+    return given is not None and ("mask" in name or (isinstance(given, Tensor) and ADDED.search(name) is not None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,13 +314,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
     paths = {module: path for path, module in model.named_modules()}
     order = {module: number for number, module in enumerate(paths)}
     found: list[tuple[int, nn.Module, Described]] = []
-    for module in paths:
-        described = (rule_for(module) or adapters.describe)(module) or []
-        for item in described if isinstance(described, list) else [described]:
-            place, first = _place(item)
-            if isinstance(item, Attention) and not item.cross and CROSS_ATTENTION & set(paths[place].split(".")):
-                item = replace(item, cross=True, causal=False)
-            found.append((order[first], place, item))
+    for item in adapters.describe_all(paths):
+        place, first = _place(item)
+        if isinstance(item, Attention) and not item.cross and CROSS_ATTENTION & set(paths[place].split(".")):
+            item = replace(item, cross=True, causal=False)
+        found.append((order[first], place, item))
     layers, index, has_attention, has_feed_forward = [], -1, False, False
     for _, place, item in sorted(found, key=lambda entry: entry[0]):
         if isinstance(item, Attention):

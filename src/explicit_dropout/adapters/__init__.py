@@ -5,16 +5,30 @@ the usual names has its projections found (they are linear layers in any case), 
 on what happens between them. Modules of one's own are taken at their word; see `generic`.
 """
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from explicit_dropout.adapters import generic, huggingface, lucidrains, timm, torch_nn
-from explicit_dropout.sites import Described
+from explicit_dropout.adapters.places import Found, in_place
+from explicit_dropout.sites import Described, rule_for
 
-__all__ = ["describe", "generic", "huggingface", "lucidrains", "timm", "torch_nn"]
+__all__ = ["describe", "describe_all", "generic", "huggingface", "lucidrains", "timm", "torch_nn"]
 
 LIBRARIES = {
     "diffusers", "open_clip", "timm", "torchaudio", "torchvision", "transformers", "vit_pytorch", "x_transformers",
 }  # fmt: skip
+
+
+def describe_all(paths: Mapping[nn.Module, str]) -> list[Described]:
+    """What the modules of a model are, each with its path in it: by its rule, or else by the names inside it."""
+    found = []
+    for module in paths:
+        rule = rule_for(module)
+        described = (rule or describe)(module) or []
+        items = described if isinstance(described, list) else [described]
+        found += [Found(module, item, guessed=rule is None) for item in items]
+    return [item.described for item in in_place(found, paths)]
 
 
 def describe(module: nn.Module) -> Described | list[Described] | None:

@@ -2,7 +2,8 @@
 
 By its names a module is taken for plain attention: softmax(scale · Q Kᵀ) V, heads side by side, q ‖ k ‖ v where they
 are fused, nothing between it and the output projection, causal if it says so (`is_causal`, `causal`, or in its class
-name). What shows that it is not (normalised queries, rotary embeddings, logits that are capped) is refused.
+name). What shows that it is not (normalised queries, rotary embeddings, a scale that is learnt, a mask that it keeps)
+is refused: see `signs`. A feed-forward network gives back the width that it takes; `places` says where it may stand.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from explicit_dropout.adapters import signs
 from explicit_dropout.sites import Attention, Described, Dropout, FeedForward, Projection, Rule, register_rule
 
 SCORES = ("query", "key", "query_key")
@@ -64,12 +66,15 @@ NORMS = [
     "norm_k",
 ]
 ROTARY = re.compile(r"^rope|rotary|^freqs|^position_embeddings$|^cos$")
+ACTIVATION = re.compile(r"elu|silu|swish|mish|tanh|sigmoid|softplus|activation", re.IGNORECASE)
+SEQUENCE = re.compile(r"n?d*ld*ad*ld*")
 
 
 def describe(module: nn.Module, **overrides: Any) -> Described | list[Described] | None:
     """What the names of a module's children say it is."""
-    attention = describe_attention(module, **{"refused": turned(module), **overrides})
-    return [item for item in (attention, describe_feed_forward(module)) if item is not None] or None
+    attention = describe_attention(module, **{"refused": not_plain(module), **overrides})
+    feed_forward = describe_feed_forward(module) or describe_sequence(module)
+    return [item for item in (attention, feed_forward) if item is not None] or None
 
 
 def author(module: nn.Module) -> type:
@@ -117,7 +122,7 @@ def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
         "heads": heads,
         "output": next((child for name in OUTPUT if is_linear(child := nested(module, name))), None),
         "key_heads": None if key_heads == heads else key_heads,
-        "scale": float(scale) if isinstance(scale, int | float) else None,
+        "scale": float(scale) if isinstance(scale, int | float) and not isinstance(scale, bool) else None,
         "causal": is_causal(module),
         "obstacle": normalised(module),
         "weights": None,
@@ -130,10 +135,41 @@ def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
 def describe_feed_forward(module: nn.Module, **overrides: Any) -> FeedForward | None:
     for names in FEED_FORWARD:
         layers = [nested(module, name) for name in names]
-        if all(is_linear(layer) for layer in layers):
+        if all(is_linear(layer) for layer in layers) and width(layers[0], "in") == width(layers[-1], "out"):
             projections = tuple(projection(layer) for layer in layers if layer is not None)
             return FeedForward(projections, **{"dropouts": tuple(feed_forward_dropouts(module, names)), **overrides})
     return None
+
+
+def describe_sequence(module: nn.Module) -> FeedForward | None:
+    """An nn.Sequential of two linear layers around an activation, a normalisation before them and dropout anywhere."""
+    if not isinstance(module, nn.Sequential) or author(module) is not nn.Sequential:
+        return None
+    if not SEQUENCE.fullmatch("".join(kind(child) for child in module)):
+        return None
+    first, last = (child for child in module if is_linear(child))
+    if width(first, "in") != width(last, "out"):
+        return None
+    dropouts = tuple(Dropout(child) for child in module if isinstance(child, nn.Dropout))
+    return FeedForward((projection(first), projection(last)), dropouts=dropouts)
+
+
+def kind(child: nn.Module) -> str:
+    """A letter for what a child of an nn.Sequential is: linear, dropout (or nothing), normalisation, activation."""
+    if is_linear(child):
+        return "l"
+    if isinstance(child, nn.Dropout | nn.Identity):
+        return "d"
+    if isinstance(child, nn.LayerNorm | nn.RMSNorm):
+        return "n"
+    return "a" if ACTIVATION.search(type(child).__name__) and not child._modules else "?"
+
+
+def width(layer: Any, side: str) -> int:
+    """How many features go in or out of a linear layer, whatever holds its weight."""
+    base = getattr(layer, "base_layer", layer)
+    features = {"in": ("in_features", "nx"), "out": ("out_features", "nf")}[side]
+    return int(next(getattr(base, name) for name in features if hasattr(base, name)))
 
 
 def separate_projections(module: nn.Module) -> tuple[Projection, Projection, Projection] | None:
@@ -210,12 +246,22 @@ def normalised(module: nn.Module) -> str | None:
     return None
 
 
-def turned(module: nn.Module) -> dict[str, str]:
-    """The scores, refused if the names of arguments or attributes tell of a rotary embedding."""
+def not_plain(module: nn.Module) -> dict[str, str]:
+    """The scores, refused if something shows that they are not scale · Q Kᵀ of every pair, or of every earlier one."""
+    reason = (
+        turned(module)
+        or signs.odd_scale(attribute(module, SCALES))
+        or signs.temperature(module)
+        or signs.kept_mask(module, is_causal(module))
+    )
+    return {} if reason is None else dict.fromkeys(SCORES, reason)
+
+
+def turned(module: nn.Module) -> str | None:
+    """The name of an argument or attribute that tells of a rotary embedding, if there is one."""
     names = [*arguments(module), *module._modules, *module._buffers]
     found = next((name for name in names if ROTARY.search(name)), None)
-    reason = f"{found!r} looks like rotary embeddings, which a rule of its own would have to read"
-    return {} if found is None else dict.fromkeys(SCORES, reason)
+    return found and f"{found!r} looks like rotary embeddings, which a rule of its own would have to read"
 
 
 def arguments(module: nn.Module) -> list[str]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from explicit_dropout.adapters.generic import describe_attention, library_rule, normalised
 from explicit_dropout.errors import UnsupportedSiteError
-from explicit_dropout.sites import Attention, Call, Pairs, Projection
+from explicit_dropout.sites import Attention, Call, Pairs, Projection, visible
 
-NOT_SEEN = -99.0
-"""Additive masks of window attention use −100 for pairs that must not meet."""
+WINDOW = -99.0
+"""The masks that Swin makes for its shifted windows add 0, or −100 for pairs that must not meet."""
 
 
 @library_rule("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
@@ -81,9 +81,9 @@ def attention_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor
     mask, causal = call.get("attn_mask"), bool(call.get("is_causal", False))
     if causal:
         return Pairs(causal=True)  # timm then ignores the mask
-    if mask is None or mask.dtype == torch.bool:
-        return Pairs(allowed=mask)
-    return Pairs(allowed=mask > NOT_SEEN, bias=mask)
+    if mask is None:
+        return Pairs()
+    return Pairs(allowed=visible(mask), bias=None if mask.dtype == torch.bool else mask)
 
 
 def window_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:
@@ -92,7 +92,7 @@ def window_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -
     mask = call.get("mask")
     if mask is None:
         return Pairs()
-    return Pairs(allowed=(mask > NOT_SEEN).repeat(x.shape[0] // mask.shape[0], 1, 1)[:, None])
+    return Pairs(allowed=visible(mask, WINDOW).repeat(x.shape[0] // mask.shape[0], 1, 1)[:, None])
 
 
 def _settings(module: Any) -> dict[str, Any]:

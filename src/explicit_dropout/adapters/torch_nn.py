@@ -1,7 +1,7 @@
 """torch.nn: MultiheadAttention, and the encoder and decoder layers built of it, those of torchvision's ViT included.
 
 `nn.MultiheadAttention` computes with its parameters and never calls its children, so everything is read from its own
-call. Its masks are True (or −∞) where something must not be seen.
+call. Its masks are True where something must not be seen, or are added to the scores.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout.sites import Attention, Call, Dropout, FeedForward, Pairs, Projection, register_rule
+from explicit_dropout.sites import Attention, Call, Dropout, FeedForward, Pairs, Projection, register_rule, visible
 
 
 @register_rule(nn.MultiheadAttention)
@@ -60,18 +60,17 @@ def torchvision_mlp(module: nn.Sequential) -> FeedForward:
 
 
 def multihead_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:
-    padding = call.get("key_padding_mask")
+    padding, blocked = call.get("key_padding_mask"), call.get("attn_mask")
+    if padding is not None:
+        padding = padding.reshape(context.shape[:-1])
+    if blocked is not None and blocked.ndim == 3 and x.ndim == 3:
+        blocked = torch.unflatten(blocked, 0, (x.shape[0], attention.heads))
     context_mask = None if padding is None else real(padding)
-    if context_mask is not None and x.ndim == 2:
-        context_mask = context_mask.reshape(context.shape[:-1])
-    allowed, blocked = None, call.get("attn_mask")
-    if blocked is not None:
-        allowed = real(blocked)
-        if allowed.ndim == 3 and x.ndim == 3:
-            allowed = torch.unflatten(allowed, 0, (x.shape[0], attention.heads))
+    allowed = None if blocked is None else real(blocked)
     bias = None if blocked is None or blocked.dtype == torch.bool else blocked
-    if bias is not None and bias.ndim == 3 and x.ndim == 3:
-        bias = torch.unflatten(bias, 0, (x.shape[0], attention.heads))
+    if padding is not None and padding.dtype != torch.bool:
+        by_key = padding[..., None, None, :]  # the same for every head and query
+        bias = by_key if bias is None else bias + by_key
     same = call["query"] is call["key"]
     return Pairs(context_mask if same else None, context_mask, allowed, bias=bias)
 
@@ -84,7 +83,7 @@ def layer_padding(call: Call) -> Tensor | None:
 
 def real(blocked: Tensor) -> Tensor:
     """A mask of torch.nn turned round: True where something may be seen."""
-    return ~blocked if blocked.dtype == torch.bool else blocked > -torch.inf
+    return ~blocked if blocked.dtype == torch.bool else visible(blocked)
 
 
 def _appends_keys(module: nn.MultiheadAttention) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
 from explicit_dropout.hooks.calls import argument_names, named_call
+from explicit_dropout.sites import visible
 from explicit_dropout.weights import modules_under_fsdp
 
 MOST_FORWARDS = 64
@@ -31,9 +32,6 @@ PADDING_ARGUMENTS = {
 }
 """Arguments of a whole model that mark real tokens, (batch, token): of its first sequence, of its decoder's, and of the
 one that cross-attention looks at where the model is given it (`encoder_hidden_states`); otherwise that is the first."""
-
-UNSEEN = -1e3
-"""What is added to the scores of pairs that are not to be: their weights are zero in any precision."""
 
 Padding = dict[tuple[str, str], Tensor]
 """Masks of real tokens, (batch, token), by the path of the model that was told and by stream."""
@@ -248,7 +246,7 @@ def real_tokens(mask: object) -> Tensor | None:
         return mask.bool()
     if mask.ndim != 4 or mask.shape[0] == 1 or mask.shape[1] != 1 or mask.shape[2] not in (1, mask.shape[3]):
         return None  # of no batch, of heads, or of other keys than queries
-    seen = mask > UNSEEN if mask.is_floating_point() else mask.bool()
+    seen = visible(mask) if mask.is_floating_point() else mask.bool()
     return seen.any(2)[:, 0]
 
 

@@ -10,6 +10,7 @@ Attach the regulariser to the model that `training_step` calls (`self.encoder(x)
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -21,12 +22,48 @@ from explicit_dropout.integrations import by_component
 from explicit_dropout.regulariser import ExplicitDropout
 
 
+class Joined(torch.autograd.Function):
+    """A loss as it is, whose gradient goes on to a penalty too: as if it were loss + penalty."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, penalty: Tensor) -> Tensor:
+        ctx.mark_dirty(loss)
+        ctx.like = {"dtype": penalty.dtype, "device": penalty.device}
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.to(**ctx.like)
+
+
+def join(loss: Tensor, penalty: Tensor) -> None:
+    """Let the backward pass of this very tensor be that of loss + penalty.
+
+    Its value stays, so what was kept for the backward pass (the root of an RMSE) is still right. The counter by which
+    autograd notices changes is therefore put back.
+    """
+    try:
+        with torch.autograd._unsafe_preserve_version_counter(loss):  # type: ignore[attr-defined]
+            Joined.apply(loss, penalty)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        expected = "a tensor that the penalty can join: a result of its own, such as loss.clone(), no leaf and no view"
+        raise InputError("loss", expected, str(error)) from error
+
+
+def collected(regulariser: ExplicitDropout) -> bool:
+    """Whether there was a training forward pass since the regulariser was last called."""
+    collector = regulariser._collector
+    return any(slot.complete.items() for slot in (collector.compiled, collector.own()))
+
+
 class ExplicitDropoutCallback(Callback):
     """Adds a regulariser's penalty to the loss of every training batch, in one backward pass with it.
 
     The penalty is divided by `accumulate_grad_batches` and multiplied by the scale of mixed precision, as Lightning
-    does with the loss. It is added in place to the tensor that is about to be differentiated, so distributed strategies
-    see a single backward pass; the loss that Lightning reports stays without it.
+    does with the loss. It joins the graph of the tensor that is about to be differentiated, so distributed strategies
+    see a single backward pass; the value of the loss stays without it.
+
+    In manual optimisation it joins the first `manual_backward` after a forward pass of the model; others go without.
 
     Args:
         regulariser: an `ExplicitDropout` attached to the model that `training_step` calls.
@@ -37,6 +74,8 @@ class ExplicitDropoutCallback(Callback):
         if not isinstance(regulariser, ExplicitDropout):
             raise InputError("regulariser", "an ExplicitDropout attached to the model", type(regulariser).__name__)
         self.regulariser, self.log = regulariser, log
+        self._backward: Counter[str] = Counter()
+        """Backward passes of this epoch, "with" and "without" a penalty."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         del trainer, stage
@@ -47,7 +86,20 @@ class ExplicitDropoutCallback(Callback):
                 f"one attached to another {type(self.regulariser.model).__name__}",
             )
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        del trainer, pl_module
+        self._backward.clear()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        del trainer, pl_module
+        if self._backward["without"] and not self._backward["with"]:
+            self.regulariser()  # which says why there was none
+
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if not pl_module.automatic_optimization and not collected(self.regulariser):
+            self._backward["without"] += 1
+            return
+        self._backward["with"] += 1
         strengths = self.regulariser.strengths()
         penalty = self.regulariser()
         if self.log:
@@ -55,7 +107,7 @@ class ExplicitDropoutCallback(Callback):
             pl_module.log_dict({name: torch.as_tensor(value) for name, value in values.items()})
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scaled: Tensor = penalty if scaler is None else scaler.scale(penalty)
-        loss.add_((scaled / trainer.accumulate_grad_batches).to(loss))
+        join(loss, scaled / trainer.accumulate_grad_batches)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.regulariser.state_dict())
