@@ -107,3 +107,26 @@ def test_the_rule_lies_between_biases_and_masks():
     assert xd.visible(boolean) is boolean
     weights = torch.tensor([[250.0, 0.0]], dtype=torch.float64) + torch.tensor([-1000.0, 0.0], dtype=torch.float64)
     assert weights.softmax(-1)[0, 0] == 0
+
+
+@pytest.mark.parametrize("samples", [4, 8])
+def test_longformer_is_masked_sample_by_sample_although_its_projections_see_tokens_first(samples):
+    from transformers import LongformerConfig, LongformerModel
+
+    torch.manual_seed(0)
+    config = LongformerConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        attention_window=8, max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = LongformerModel(config, add_pooling_layer=False).train()
+    numbers, real = torch.randint(3, 30, (samples, 8)), torch.arange(8) <= torch.arange(samples)[:, None]
+    seen = []
+    handle = model.encoder.layer[0].attention.self.value.register_forward_hook(
+        lambda m, _, out: seen.append(out - m.bias)
+    )
+    with xd.ExplicitDropout(model, xd.paper(0.2), value=1.0) as reg:
+        model(numbers, attention_mask=real.long())
+        found = reg()
+    handle.remove()
+    expected = 0.5 * 0.2**2 * seen[0].transpose(0, 1)[real].square().sum(-1).mean()
+    torch.testing.assert_close(found, expected)

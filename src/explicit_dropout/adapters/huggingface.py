@@ -96,6 +96,12 @@ def gpt_neox(module: Any) -> Attention | None:
     return describe_attention(module, projections=layout)
 
 
+@generic.library_rule("transformers.models.longformer.modeling_longformer.LongformerSelfAttention")
+def longformer(module: Any) -> Attention | None:
+    """Projections see (token, batch, width)."""
+    return describe_attention(module, batch_first=False)
+
+
 @generic.library_rule("transformers.models.bloom.modeling_bloom.BloomAttention")
 def bloom(module: Any) -> Attention | None:
     """As in GPT-NeoX; ALiBi is added to the scores and does not depend on what is dropped."""
