@@ -286,12 +286,7 @@ def goals(results: dict[str, Any]) -> str:
         goal("GPU: Q+FF, QK+FF take at most 1.06 ×", scores, lambda row: row["time_ratio"], 1.06),
         goal("GPU: no slower than stochastic dropout at the same sites", plain, against_stochastic(gpu), 1.0),
         goal("CPU, one small ViT: V+FF takes at most 1.10 ×", small, lambda row: row["time_ratio"], 1.10),
-        goal(
-            "CPU, one small ViT: no slower than stochastic dropout",
-            small,
-            against_stochastic(cpu),
-            1.0,
-        ),
+        goal("CPU, one small ViT: no slower than stochastic dropout", small, against_stochastic(cpu), 1.0),
     ]
     found = results["trainer-h200"]
     rows = [] if found is None else [r for r in whole(found["rows"]) if r["row"].startswith("explicit_v+explicit")]

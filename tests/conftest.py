@@ -1,5 +1,9 @@
+import signal
+
 import torch
 
+# Ctrl-C is ignored in a shell's background, also by what the tests start there and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tensors are tiny, and tests run in processes side by side
 
 

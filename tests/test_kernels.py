@@ -802,29 +802,42 @@ def test_a_penalty_has_second_derivatives_in_every_pass(law, monkeypatch):
     agree(found, expected, 1e-4)
 
 
+class Watched:
+    """The compiler without its last part, that looks at what it is given."""
+
+    def __init__(self):
+        torch._dynamo.reset()
+        self.targets, self.masks = [], []
+
+    def __call__(self, graph, inputs):
+        nodes = list(graph.graph.nodes)
+        self.targets.extend(str(node.target) for node in nodes)
+        self.masks.extend(node.kwargs.get("attn_mask") for node in nodes if "dot_product" in str(node.target))
+        return torch._dynamo.backends.registry.lookup_backend("aot_eager")(graph, inputs)
+
+    def has(self, operator):
+        return any(f"explicit_dropout.{operator}" in target for target in self.targets)
+
+    @property
+    def straight(self):
+        """Whether no mask is a tensor, which only the plain form reads. transformers gives a compiled decoder its
+        causal mask as one, some versions also an encoder."""
+        return self.masks == [None] * len(self.masks)
+
+
 @pytest.mark.parametrize("law", COMPONENTS)
 @pytest.mark.parametrize("make", [small_vit, small_gpt2])
 def test_a_compiled_model_has_the_operators_in_its_one_graph_and_agrees(make, law, monkeypatch):
     noise, components = COMPONENTS[law]
     expected = trained(make(), noise, components)
     monkeypatch.setattr(kernels.energy, "serves_compiled", lambda _: True)
-    torch._dynamo.reset()
-    seen, masks = [], []
-
-    def backend(graph, inputs):
-        seen.extend(str(node.target) for node in graph.graph.nodes)
-        masks.extend(node.kwargs.get("attn_mask") for node in graph.graph.nodes if "dot_product" in str(node.target))
-        return torch._dynamo.backends.registry.lookup_backend("aot_eager")(graph, inputs)
-
+    backend = Watched()
     found = trained(make(), noise, components, lambda m: torch.compile(m, fullgraph=True, backend=backend))
     agree(found, expected, 1e-4)
-    assert any("explicit_dropout.columns" in name for name in seen) == bool(noise.variance)
-    # transformers gives a compiled decoder its causal mask as a tensor (some versions also an encoder), which only the
-    # plain form reads
-    straight = masks == [None] * len(masks)
+    assert backend.has("columns") == bool(noise.variance)
     for name in ("attended_columns", "attended_squares"):
-        assert any(f"explicit_dropout.{name}" in target for target in seen) == (bool(noise.variance) and straight)
-    assert any("explicit_dropout.scores" in name for name in seen) == (law == "paper" and straight)
+        assert backend.has(name) == (bool(noise.variance) and backend.straight)
+    assert backend.has("scores") == (law == "paper" and backend.straight)
 
 
 @pytest.mark.parametrize("component", ["query", "key", "query_key"])
@@ -833,16 +846,11 @@ def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operato
     results = []
     for own, serves in ((True, kernels.serves_spread), (False, lambda *_: False)):
         monkeypatch.setattr(kernels, "serves_spread", serves)
-        torch._dynamo.reset()
-        seen = []
-
-        def backend(graph, inputs, seen=seen):
-            seen.extend(str(node.target) for node in graph.graph.nodes)
-            return torch._dynamo.backends.registry.lookup_backend("aot_eager")(graph, inputs)
+        backend = Watched()
 
         def compiled(model, backend=backend):
             return torch.compile(model, fullgraph=True, backend=backend)
 
         results.append(trained(small_vit(), xd.inverted(0.2), (component,), compiled, autocast=True))
-        assert any("explicit_dropout.grams" in name for name in seen) == own
+        assert backend.has("grams") == (own and backend.straight)
     agree(*results, 2e-2)

@@ -18,6 +18,12 @@ ROOT = Path(__file__).parent.parent
 FORMS = [name for name in functional.__all__ if inspect.isfunction(getattr(functional, name))]
 
 
+def printed(code):
+    """What a process of its own prints."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_importing_it_imports_torch_alone():
     """Whatever a bare `import torch` does not load, and is no part of Python or of ours, must not be loaded."""
     code = (
@@ -25,8 +31,7 @@ def test_importing_it_imports_torch_alone():
         "new = {m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names);"
         "print(sorted(new))"
     )
-    printed = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert printed.stdout.strip() == "['explicit_dropout']"
+    assert printed(code).strip() == "['explicit_dropout']"
 
 
 def test_testing_and_stochastic_are_there_without_an_import_of_their_own():
@@ -35,8 +40,7 @@ def test_testing_and_stochastic_are_there_without_an_import_of_their_own():
         "assert not {'explicit_dropout.testing', 'explicit_dropout.stochastic'} & set(sys.modules);"
         "print(xd.testing.check_rule.__name__, xd.stochastic.__name__, hasattr(xd, 'nothing'))"
     )
-    printed = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert printed.stdout.split() == ["check_rule", "explicit_dropout.stochastic", "False"]
+    assert printed(code).split() == ["check_rule", "explicit_dropout.stochastic", "False"]
 
 
 def test_every_public_name_is_there_and_in_the_table_of_the_api_page():

@@ -8,6 +8,7 @@ from torch import nn
 
 from explicit_dropout.errors import CollectionError, InputError, UnmatchedModelError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
+from explicit_dropout.hooks.calls import around
 from explicit_dropout.hooks.collector import Collector
 from explicit_dropout.hooks.taps import projection_of
 from explicit_dropout.noise import Noise
@@ -114,11 +115,9 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
 
 def refuse_chunks(model: nn.Module, sites: Iterable[Site]) -> None:
     """Feed-forward layers of transformers that are run on some tokens after the other: each call looks like a batch."""
-    for site in sites:
-        parts = site.path.split(".") if site.component == "feed_forward" else []
-        for length in range(len(parts)):
-            path = ".".join(parts[:length])
-            size = getattr(model.get_submodule(path), "chunk_size_feed_forward", 0)
+    for site in (site for site in sites if site.component == "feed_forward"):
+        for path, part in around(model, site.path):
+            size = getattr(part, "chunk_size_feed_forward", 0)
             if isinstance(size, int) and size > 0:
                 raise UnsupportedSiteError(
                     f"{site.name}: {path or 'the model'} runs it on {size} tokens at a time, so that each chunk would "

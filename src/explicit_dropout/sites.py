@@ -129,6 +129,11 @@ def visible(added: Tensor, never: float = NEVER_SEEN) -> Tensor:
     return added if added.dtype == torch.bool else added > never
 
 
+def pairs_of(mask: Tensor) -> Pairs:
+    """What a mask over pairs says: a boolean one, True where they are seen, or one that is added to the scores."""
+    return Pairs(allowed=visible(mask), bias=None if mask.dtype == torch.bool else mask)
+
+
 def every_pair(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:
     """For attention that knows no masks. Refuses a call that passes one: its meaning would be a guess."""
     del x, context

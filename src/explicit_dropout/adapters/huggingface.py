@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.adapters import generic
 from explicit_dropout.errors import UnsupportedSiteError
-from explicit_dropout.sites import Attention, Call, Described, FeedForward, Pairs, Projection, register_rule, visible
+from explicit_dropout.sites import Attention, Call, Described, FeedForward, Pairs, Projection, pairs_of, register_rule
 
 PLAIN = {
     "audio_spectrogram_transformer", "bart", "bert", "camembert", "clip", "deit", "distilbert", "electra", "gpt2",
@@ -210,7 +210,7 @@ def _masked(attention: Attention, call: Call, mask: Any, x: Tensor, context: Ten
             f"its attention mask speaks of {mask.shape[-1]} keys, its key projection of {context.shape[-2]}: the other "
             "keys come from elsewhere (a cache, a prefix), and nothing is dropped there. Use value or feed_forward here"
         )
-    return Pairs(allowed=visible(mask), bias=None if mask.dtype == torch.bool else mask)
+    return pairs_of(mask)
 
 
 def _refuse_cache(attention: Attention, call: Call, context: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from explicit_dropout.adapters.generic import describe_attention, library_rule, normalised
 from explicit_dropout.errors import UnsupportedSiteError
-from explicit_dropout.sites import Attention, Call, Pairs, Projection, visible
+from explicit_dropout.sites import Attention, Call, Pairs, Projection, pairs_of, visible
 
 WINDOW = -99.0
 """The masks that Swin makes for its shifted windows add 0, or −100 for pairs that must not meet."""
@@ -83,7 +83,7 @@ def attention_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor
         return Pairs(causal=True)  # timm then ignores the mask
     if mask is None:
         return Pairs()
-    return Pairs(allowed=visible(mask), bias=None if mask.dtype == torch.bool else mask)
+    return pairs_of(mask)
 
 
 def window_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pairs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 def named_call(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def around(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The model and all that holds the module at a path, outermost first, each with its own path."""
+    parts = path.split(".")
+    for length in range(len(parts)):
+        inner = ".".join(parts[:length])
+        yield inner, model.get_submodule(inner)
 
 
 def only_input(path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

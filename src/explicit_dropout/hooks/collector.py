@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import argument_names, named_call
+from explicit_dropout.hooks.calls import argument_names, around, named_call
 from explicit_dropout.sites import visible
 from explicit_dropout.weights import modules_under_fsdp
 
@@ -255,14 +255,7 @@ def owner_of(model: nn.Module, path: str) -> str:
 
     A wrapper around a model of transformers has arguments of its own, and it is the model inside whose masks count.
     """
-    if told(model):
-        return ""
-    parts = path.split(".")
-    for length in range(1, len(parts)):
-        inner = ".".join(parts[:length])
-        if told(model.get_submodule(inner)):
-            return inner
-    return ""
+    return next((outer for outer, part in around(model, path) if told(part)), "")
 
 
 def told(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from explicit_dropout.kernels import energy
 from explicit_dropout.kernels.inlining import inlined
-from explicit_dropout.kernels.plain import wide
+from explicit_dropout.kernels.plain import even, like, wide
 
 PART, PART_ON_CPU = 2**24, 2**20
 """Attention weights that are made at once; on a CPU as many as its caches have room for."""
@@ -110,7 +110,7 @@ class _Squares(torch.autograd.Function):
 def _columns(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """c_a of every sample and head, and what Triton keeps for its backward pass; plain torch keeps nothing."""
     if _columns_by_triton(queries, keys, heads):
-        found = _triton().columns(_even(queries), _even(keys), heads, scale, causal)
+        found = _triton().columns(even(queries), even(keys), heads, scale, causal)
         return cast("tuple[Tensor, Tensor]", found)
     parts = [weights.square_().sum(1) for weights, _, _ in _parts(queries, keys, heads, scale, causal)]
     return torch.unflatten(torch.cat(parts), 0, (-1, heads)), queries.new_empty(0, dtype=torch.float32)
@@ -121,7 +121,7 @@ def _column_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Those of queries and keys, `slopes` (batch, head, context) being those of the columns."""
     if _columns_by_triton(queries, keys, heads):
-        found = _triton().column_gradients(_even(queries), _even(keys), heads, scale, causal, levels, slopes)
+        found = _triton().column_gradients(even(queries), even(keys), heads, scale, causal, levels, slopes)
         return cast("tuple[Tensor, Tensor]", found)
     given = slopes.flatten(0, 1)[:, None]
     results: tuple[list[Tensor], list[Tensor]] = [], []
@@ -139,14 +139,14 @@ def _column_gradients(
 
 def _squares(x: Tensor, norms: Tensor) -> Tensor:
     if _squares_by_triton(x, norms):
-        return cast("Tensor", _triton().squares(_even(x), norms.contiguous()))
+        return cast("Tensor", _triton().squares(even(x), norms.contiguous()))
     return norms @ wide(x).square().mT
 
 
 def _square_gradients(x: Tensor, norms: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Those of x and of the norms, `slopes` (batch, head, token) being those of the squares."""
     if _squares_by_triton(x, norms):
-        return cast("tuple[Tensor, Tensor]", _triton().square_gradients(_even(x), norms.contiguous(), slopes))
+        return cast("tuple[Tensor, Tensor]", _triton().square_gradients(even(x), norms.contiguous(), slopes))
     return _plain_square_gradients(x, norms, slopes)
 
 
@@ -168,11 +168,6 @@ def _narrow(queries: Tensor, keys: Tensor, heads: int) -> bool:
 def _squares_by_triton(x: Tensor, norms: Tensor) -> bool:
     few = len(norms) <= WIDEST
     return few and energy.by_triton(x) and x.dtype in energy.DTYPES and norms.dtype == torch.float32
-
-
-def _even(side: Tensor) -> Tensor:
-    """Features next to each other, as kernels read them."""
-    return side if side.stride(-1) == 1 else side.contiguous()
 
 
 def _parts(
@@ -233,10 +228,6 @@ for _operator in (columns_operator, column_gradients_operator, squares_operator,
     inlined(_operator, energy.serves_compiled)
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 @columns_operator.register_fake
 def _(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     del scale, causal
@@ -249,7 +240,7 @@ def _(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> 
 @column_gradients_operator.register_fake
 def _(queries: Tensor, keys: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     del others
-    return _like(queries), _like(keys)
+    return like(queries), like(keys)
 
 
 @squares_operator.register_fake
@@ -260,7 +251,7 @@ def _(x: Tensor, norms: Tensor) -> Tensor:
 @square_gradients_operator.register_fake
 def _(x: Tensor, norms: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     del slopes
-    return _like(x), _like(norms)
+    return like(x), like(norms)
 
 
 def _keep_columns(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

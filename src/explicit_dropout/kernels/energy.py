@@ -57,7 +57,7 @@ def serves(x: Tensor) -> bool:
 
 def by_triton(x: Tensor) -> bool:
     """Whether it is Triton that serves such a tensor."""
-    return HAS_TRITON and (x.is_cuda or interpreted())
+    return HAS_TRITON and (x.is_cuda or (x.is_cpu and interpreted()))
 
 
 def serves_compiled(x: Tensor) -> bool:

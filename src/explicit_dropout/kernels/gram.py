@@ -58,11 +58,6 @@ def _by_triton(side: Tensor) -> bool:
     return side.is_cuda and energy.serves_compiled(side)
 
 
-def _even(side: Tensor) -> Tensor:
-    """Features next to each other, as kernels read them."""
-    return side if side.stride(-1) == 1 else side.contiguous()
-
-
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,7 +70,7 @@ class _Scores(torch.autograd.Function):
         ctx.biases, ctx.heads, ctx.causal = (left_bias, right_bias), heads, causal
         if not energy.by_triton(left):
             return plain.scores(left, right, left_bias, right_bias, heads, causal)
-        energies = _triton().score_energies(_even(left), _even(right), left_bias, right_bias, heads, causal)
+        energies = _triton().score_energies(plain.even(left), plain.even(right), left_bias, right_bias, heads, causal)
         return cast("Tensor", energies)
 
     @staticmethod
@@ -96,12 +91,9 @@ def _gradients(
     left: Tensor, right: Tensor, left_bias: Tensor | None, right_bias: Tensor | None, heads: int, causal: bool,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    results = (
-        torch.empty_like(left, memory_format=torch.contiguous_format),
-        torch.empty_like(right, memory_format=torch.contiguous_format),
-    )
+    results = plain.like(left), plain.like(right)
     slopes = _triton().score_gradients(
-        _even(left), _even(right), left_bias, right_bias, heads, causal, weights, *results
+        plain.even(left), plain.even(right), left_bias, right_bias, heads, causal, weights, *results
     )
     biases = zip(slopes, (left_bias, right_bias), strict=True)
     first, second = (None if bias is None else slope.to(bias.dtype) for slope, bias in biases)
@@ -115,7 +107,7 @@ def scores_operator(
     """Σ_ij (l_i · r_j)² for every sample and head."""
     if not _by_triton(left):
         return plain.scores(left, right, left_bias, right_bias, heads, causal)
-    found = _triton().score_energies(_even(left), _even(right), left_bias, right_bias, heads, causal)
+    found = _triton().score_energies(plain.even(left), plain.even(right), left_bias, right_bias, heads, causal)
     return cast("Tensor", found)
 
 
@@ -153,7 +145,7 @@ def _(
     weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     del heads, causal, weights
-    sides = (torch.empty_like(side, memory_format=torch.contiguous_format) for side in (left, right))
+    sides = plain.like(left), plain.like(right)
     biases = (left.new_empty(0) if bias is None else torch.empty_like(bias) for bias in (left_bias, right_bias))
     return (*sides, *biases)  # type: ignore[return-value]
 

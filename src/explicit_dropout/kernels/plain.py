@@ -13,6 +13,16 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def even(side: Tensor) -> Tensor:
+    """The tensor with its features next to each other, as kernels read them."""
+    return side if side.stride(-1) == 1 else side.contiguous()
+
+
+def like(x: Tensor) -> Tensor:
+    """A new tensor of the same shape and precision, without gaps."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def deviation(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """x − b, float32 at least, with the rows that do not count replaced by zeros, NaN included."""
     shifted = wide(x) if bias is None else wide(x) - wide(bias)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from explicit_dropout.kernels import energy
+from explicit_dropout.kernels import energy, plain
 from explicit_dropout.kernels.gram import serves_scores
 from explicit_dropout.kernels.inlining import inlined
 
@@ -51,7 +51,7 @@ def spread(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tenso
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tensor:
-        others = others if others.stride(-1) == 1 else others.contiguous()
+        others = plain.even(others)
         along: Tensor = (_triton().grams(others, heads) @ _pairs(weight, heads)).float()
         ctx.save_for_backward(others, weight, squares, along)
         ctx.heads = heads
@@ -135,7 +135,7 @@ def _of_weight(of_pairs: Tensor, weight: Tensor, heads: int) -> Tensor:
 def grams_operator(side: Tensor, heads: int) -> Tensor:
     """XᵀX of every head, (batch, head · width · width) in bfloat16."""
     if energy.by_triton(side):
-        return cast("Tensor", _triton().grams(side if side.stride(-1) == 1 else side.contiguous(), heads))
+        return cast("Tensor", _triton().grams(plain.even(side), heads))
     by_head = torch.unflatten(side.float(), -1, (heads, -1)).transpose(1, 2)
     return (by_head.mT @ by_head).flatten(1).to(torch.bfloat16)
 
@@ -144,7 +144,7 @@ def grams_operator(side: Tensor, heads: int) -> Tensor:
 def gram_products_operator(side: Tensor, matrices: Tensor, heads: int) -> Tensor:
     """2 X M for the symmetric matrix M of every head."""
     if energy.by_triton(side):
-        return cast("Tensor", _triton().products(side if side.stride(-1) == 1 else side.contiguous(), matrices, heads))
+        return cast("Tensor", _triton().products(plain.even(side), matrices, heads))
     by_head = torch.unflatten(side.float(), -1, (heads, -1)).transpose(1, 2)
     width = by_head.shape[-1]
     products = 2 * by_head @ torch.unflatten(matrices.float(), 1, (heads, width, width))
@@ -164,7 +164,7 @@ def _(side: Tensor, heads: int) -> Tensor:
 @gram_products_operator.register_fake
 def _(side: Tensor, matrices: Tensor, heads: int) -> Tensor:
     del matrices, heads
-    return torch.empty_like(side, memory_format=torch.contiguous_format)
+    return plain.like(side)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:

@@ -44,6 +44,7 @@ def _block(side, start, tokens, token_stride, width, LIFT: tl.constexpr, TOKENS:
 @triton.jit
 def _scores(left, right, token, key, context, factor, CAUSAL: tl.constexpr, EXACT: tl.constexpr):
     """Scores in powers of two, −∞ where nothing is attended to; token and key lie along the axes they number."""
+    factor = tl.cast(factor, tl.float32)  # in compiled code it comes in float64
     seen = key < context
     if CAUSAL:
         seen = seen & (key <= token)
@@ -142,7 +143,7 @@ def _attended_queries(
     tl.store(sums + owner * tokens + token, total, token < tokens)
     result += sample * to_sample + head * width
     ratio = cut_total / tl.where(token < tokens, cut_one, 1.0)
-    gradient = outer * (squared - ratio[:, None] * mean)
+    gradient = tl.cast(outer, tl.float32) * (squared - ratio[:, None] * mean)
     _put(result, gradient, block * TOKENS, tokens, to_token, width, TOKENS, WIDTH)
 
 
@@ -176,7 +177,7 @@ def _attended_keys(
         steep = weights * (slope[:, None] * weights - total[None, :])
         gradient = tl.dot(steep, left.to(tl.float32), gradient, input_precision=EXACT)
     result += sample * to_sample + head * width
-    _put(result, outer * gradient, block * TOKENS, context, to_token, width, TOKENS, WIDTH)
+    _put(result, tl.cast(outer, tl.float32) * gradient, block * TOKENS, context, to_token, width, TOKENS, WIDTH)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "heads"])

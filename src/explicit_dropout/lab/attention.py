@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from explicit_dropout.kernels.energy import HAS_TRITON, interpreted
+from explicit_dropout.kernels.energy import HAS_TRITON, by_triton
+from explicit_dropout.kernels.plain import like
 from explicit_dropout.stochastic import AttentionTreatment
 
 LONGEST, WIDEST = 128, 64
@@ -53,8 +54,7 @@ def _serves(q: Tensor, heads: int) -> bool:
         return False
     if torch.compiler.is_compiling():
         return q.is_cuda
-    here = q.is_cuda or (q.device.type == "cpu" and interpreted())
-    return here and not torch._C._are_functorch_transforms_active()
+    return by_triton(q) and not torch._C._are_functorch_transforms_active()
 
 
 @cache
@@ -90,20 +90,16 @@ def short_attention_gradients(
     return cast("tuple[Tensor, Tensor, Tensor]", found)
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 @short_attention.register_fake
 def _(q: Tensor, *others: object) -> Tensor:
     del others
-    return _like(q)
+    return like(q)
 
 
 @short_attention_gradients.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
     del others
-    return _like(q), _like(k), _like(v)
+    return like(q), like(k), like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from explicit_dropout.errors import InputError
-from explicit_dropout.kernels.energy import HAS_TRITON, interpreted
+from explicit_dropout.kernels.energy import by_triton
 from explicit_dropout.lab.config import Augmentation
 from explicit_dropout.lab.data import operations as op
 
@@ -103,10 +103,9 @@ def apply_in_torch(images: Tensor, kind: Augmentation, numbers: Tensor) -> Tenso
 
 def serves(images: Tensor) -> bool:
     """Whether there are kernels for AutoAugment of these images, here and now."""
-    if torch.compiler.is_compiling() or not HAS_TRITON or not images.is_contiguous():
+    if torch.compiler.is_compiling() or not by_triton(images) or not images.is_contiguous():
         return False
-    here = images.is_cuda or (images.device.type == "cpu" and interpreted())
-    return here and images.shape[2] * images.shape[3] <= LARGEST and not torch._C._are_functorch_transforms_active()
+    return images.shape[2] * images.shape[3] <= LARGEST and not torch._C._are_functorch_transforms_active()
 
 
 @cache

@@ -7,16 +7,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from explicit_dropout.lab.config import Data, Run
-from explicit_dropout.lab.report.reading import Part, Record
+from explicit_dropout.lab.report.reading import Part, Record, made
 from explicit_dropout.lab.store import fingerprint_in
 
 
 def datasets(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """The fingerprints of what the runs saw. Two for the same data mean that runs cannot be compared."""
-    unique = {record.run.key: record for part in parts for record in part.records if record.environment is not None}
     return [
         {"data": data.words, "fingerprints": prints.most_common(), "mixed": len(prints) > 1}
-        for data, prints in _seen(unique.values()).items()
+        for data, prints in _seen(made(parts)).items()
     ]
 
 

@@ -22,7 +22,7 @@ from explicit_dropout.lab.report.curves import DEPTHS, penalty_curves, row_curve
 from explicit_dropout.lab.report.datasets import datasets, warnings
 from explicit_dropout.lab.report.forest import forest, verdict
 from explicit_dropout.lab.report.heatmaps import views
-from explicit_dropout.lab.report.reading import Part, Record
+from explicit_dropout.lab.report.reading import Part, Record, made
 from explicit_dropout.lab.report.svg import element
 from explicit_dropout.lab.report.tables import (
     METRICS,
@@ -253,16 +253,11 @@ def describe(run: Run) -> str:
 def environment_table(parts: Sequence[Part]) -> list[tuple[str, list[tuple[str, int]]]]:
     """Every setting of the environments with its values and how many runs have each."""
     found: dict[str, Counter[str]] = {}
-    for record in _made(parts):
+    for record in made(parts):
         for name, value in _flat(record.environment or {}).items():
             if not name.startswith("dataset."):
                 found.setdefault(name, Counter())[value] += 1
     return [(name.replace("_", " "), values.most_common()) for name, values in found.items()]
-
-
-def _made(parts: Sequence[Part]) -> list[Record]:
-    unique = {record.run.key: record for part in parts for record in part.records if record.environment is not None}
-    return list(unique.values())
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

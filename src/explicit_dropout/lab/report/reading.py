@@ -149,3 +149,9 @@ def _title(setting: Run) -> str:
     said += [f"label noise {data.label_noise:g}"] if data.label_noise else []
     said += [f"{model.layers} layers of width {model.width}", f"{training.epochs} epochs"]
     return ", ".join(said)
+
+
+def made(parts: Sequence[Part]) -> list[Record]:
+    """The runs that have begun somewhere, each once."""
+    unique = {record.run.key: record for part in parts for record in part.records if record.environment is not None}
+    return list(unique.values())
