@@ -62,7 +62,7 @@ def experiment() -> Experiment:
             f"The paper's equations sum J over tokens. Here it is a mean over {REDUCTION}s, 65 times weaker at the "
             f"same λ, because sums at λ = {STRENGTH:g} cost accuracy (see how settings were chosen).",
             "The paper chose λ and learning rate for each row from 16 pairs. Here all rows have "
-            f"λ = {STRENGTH:g}, the best of four for values and for queries (one seed; stronger ones cost accuracy), and "
-            f"learning rate {LEARNING_RATE:g}, the best of three for none+implicit. Validation images decided.",
+            f"λ = {STRENGTH:g}, the best of four for values and for queries (one seed; stronger ones cost accuracy), "
+            f"and learning rate {LEARNING_RATE:g}, the best of three for none+implicit. Validation images decided.",
         ),
     )
