@@ -45,12 +45,14 @@ LONG = tuple(name for name in TREATMENTS if name in SHORT or name in (
 DEFAULTS = {"cpu": LONG, "cuda": SHORT}
 
 Row = dict[str, Any]
+Least = dict[str, tuple[int, float]]
+"""Bytes that treatments have to move, and the seconds that a copy of so many takes."""
 
 
 def measure(
-    host: Host, treatments: Sequence[str], device: str, mode: str, budget: float, profile: bool, least: dict[str, float]
+    host: Host, treatments: Sequence[str], device: str, mode: str, budget: float, profile: bool, least: Least
 ) -> Iterator[Row]:
-    """A row for each treatment of one model in one mode, as they come. `least`: seconds that some take at least."""
+    """A row for each treatment of one model in one mode, as they come. `least`: what some move at least."""
     torch._dynamo.reset()
     try:
         none, bytes_of_none = training_step(host, Treatment(), device, mode)
@@ -72,7 +74,8 @@ def measure(
             if busy:
                 row["none_busy_ms"] = busy
             if busy and name in least:
-                row |= {"floor_seconds": least[name], "floor_ratio": 1 + 1e3 * least[name] / busy}
+                size, took = least[name]
+                row |= {"floor_bytes": size, "floor_seconds": took, "floor_ratio": 1 + 1e3 * took / busy}
         except Exception as error:
             row = {"treatment": name, "error": failure(error)}
         step = None  # or the next one has less room
@@ -87,12 +90,13 @@ def busy_ms(none: Step, device: str, mode: str) -> float | None:
     return 1e3 * turn(none, device, 10) if "graph" in mode else gpu_profile(none)["busy_ms"]
 
 
-def least_seconds(host: Host, treatments: Sequence[str], ceilings: dict[str, float]) -> dict[str, float]:
-    """What explicit treatments must move, over the bandwidth of a copy."""
+def least_moved(host: Host, treatments: Sequence[str], ceilings: dict[str, float]) -> Least:
+    """What explicit treatments must move."""
     explicit = [name for name in treatments if TREATMENTS[name].kind == "explicit"]
     sizes = {name: least_bytes(host, TREATMENTS[name], "cuda") for name in explicit}
     tidy("cuda")
-    return {name: size / ceilings["copy_bytes_per_second"] for name, size in sizes.items() if size is not None}
+    bandwidth = ceilings["copy_bytes_per_second"]
+    return {name: (size, size / bandwidth) for name, size in sizes.items() if size is not None}
 
 
 HEADER = (
@@ -207,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model, host in hosts(device).items():
         if options.models and not any(part in model for part in options.models):
             continue
-        least = least_seconds(host, treatments, facts["ceilings"]) if device == "cuda" else {}
+        least = least_moved(host, treatments, facts["ceilings"]) if device == "cuda" else {}
         for mode in options.modes or (("eager", "graph") if device == "cuda" else ("eager",)):
             for found in measure(host, treatments, device, mode, budget, options.profile, least):
                 row = {"model": model, "mode": mode, **found}

@@ -53,8 +53,8 @@ def long() -> Experiment:
             "One seed each. Validation images decide; what the test images say plays no part.",
             "Means over tokens. The largest λ of the paper's grid, as a sum over 65 tokens, is a mean at 0.325.",
             "From λ = 5e-3 on penalties cost validation accuracy in the long run as in the short: a point at first, "
-            "then 7 points for values and 14 for queries at 0.1. So Table 1 keeps 1e-3, the only one of these that costs "
-            "values nothing; queries may want less still.",
+            "then 7 points for values and 14 for queries at 0.1. So Table 1 keeps 1e-3, the only one of them that "
+            "costs values nothing; queries may want less still.",
         ),
     )
 
