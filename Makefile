@@ -15,11 +15,18 @@ $(VENV)/.families: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev,families,engines,audio]'
 	@touch $@
 
+# Triton comes with a torch for GPUs. Beside any other it compiles kernels for a GPU that is not there, and interprets them.
+$(VENV)/.triton: $(VENV)/.families
+	$(RUN) -c 'import triton' 2>/dev/null || $(RUN) -m pip install --quiet 'triton==3.6.0; platform_system == "Linux"'
+	@touch $@
+
 demo: $(VENV)/.installed  ## train a small ViT on real digits with and without dice; ends with a report
 	$(RUN) -m explicit_dropout demo
 
-test: $(VENV)/.families lint  ## lint, types and all tests
+test: $(VENV)/.triton lint  ## lint, types and all tests; those of kernels once more, interpreted
 	$(RUN) -m pytest --numprocesses 2 --dist worksteal
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(RUN) -m pytest --numprocesses 2 --dist worksteal \
+		tests/test_kernels.py tests/test_lab_attention.py tests/test_lab_augment.py
 
 lint: $(VENV)/.families
 	$(RUN) -m ruff check .

@@ -1,0 +1,130 @@
+"""Every kernel compiles for a Hopper GPU, be there one or not, and has what it works on in registers.
+
+Numbers with a point come as Triton takes them from Python, float32, and as torch's compiler hands them over: float64,
+and constants while it looks for what a kernel writes to.
+"""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from explicit_dropout.kernels.energy import HAS_TRITON, interpreted
+
+if not HAS_TRITON or interpreted():
+    pytest.skip("Triton is not there to compile", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from explicit_dropout.kernels import triton_attended, triton_energy, triton_gram, triton_spread
+from explicit_dropout.lab import triton_attention
+from explicit_dropout.lab.data import augment, triton_augment
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
+FEW = 32
+"""Bytes of registers that a thread may put into memory: no tile, only numbers."""
+FLOATS = ("fp32", "fp64", "constexpr")
+SHAPES = {
+    "ViT-7": (512, 65, 12, 32, False, torch.bfloat16),
+    "ViT-B in float32": (64, 197, 12, 64, False, torch.float32),
+    "GPT-2": (8, 1024, 12, 64, True, torch.float16),
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is launched while a test runs is compiled instead, in every form; (name, form, bytes spilled) of each."""
+    found = []
+
+    def run(kernel, *arguments, grid, warmup, num_warps=4, enable_fp_fusion=True):
+        del grid, warmup
+        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        for floats in FLOATS if any(isinstance(value, float) for value in arguments) else FLOATS[:1]:
+            made = triton.compile(source(kernel, arguments, floats), target=HOPPER, options=options)
+            found.append((kernel.fn.__name__, floats, spilled(made.asm["ptx"])))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found
+
+
+def source(kernel, arguments, floats):
+    """What Triton makes of arguments: the kind of each, constants, and which are multiples of 16."""
+    kinds, constants, multiples = {}, {}, {}
+    for place, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
+        special = not parameter.do_not_specialize
+        if isinstance(value, torch.Tensor):
+            kind, even = POINTERS[value.dtype], True
+        elif parameter.is_constexpr or (value == 1 and special):
+            kind, even = "constexpr", False
+        elif isinstance(value, float):
+            kind, even = floats, False
+        else:
+            kind, even = "i32" if value < 2**31 else "i64", value % 16 == 0 and special
+        kinds[parameter.name] = kind
+        if kind == "constexpr":
+            constants[place,] = value
+        if even:
+            multiples[place,] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, kinds, constants, multiples)
+
+
+def spilled(code):
+    """Bytes of registers that are put into memory."""
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-", "-o", "/dev/null"]
+    told = subprocess.run(command, input=code, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", told)))
+
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_penalties(shape, compiled):
+    batch, tokens, heads, width, causal, dtype = shape
+    features = heads * width
+    x, queries, keys = (empty(batch, tokens, features, dtype=dtype) for _ in range(3))
+    bias, mask = empty(features), empty(batch * tokens, dtype=torch.uint8)
+    for given in ((bias, mask, None, False), (None, None, None, True), (None, None, torch.bfloat16, True)):
+        energies, of_bias, low = triton_energy.energies_of(x, *given)
+        kept, by_column = x if low is None else low, given[-1]
+        triton_energy.gradient_of(
+            kept, of_bias, given[1], kept, energies, dtype, by_column, 0, features, bias.dtype if of_bias else None
+        )
+    triton_energy.columns_of(x, None)
+    energies = triton_gram.score_energies(queries, keys, bias, None, heads, causal)
+    results = torch.empty_like(queries), torch.empty_like(keys)
+    triton_gram.score_gradients(queries, keys, bias, None, heads, causal, energies, *results)
+    if not causal:
+        matrices = triton_spread.grams(keys, heads)
+        triton_spread.products(keys, matrices, heads)
+    columns, levels = triton_attended.columns(queries, keys, heads, width**-0.5, causal)
+    triton_attended.column_gradients(queries, keys, heads, width**-0.5, causal, levels, columns)
+    norms = empty(heads, features)
+    triton_attended.square_gradients(x, norms, triton_attended.squares(x, norms))
+    assert {form for name, form, _ in compiled if name == "_attended_keys"} == set(FLOATS)
+    assert [found for found in compiled if found[2] > FEW] == []
+
+
+@pytest.mark.parametrize("renormalise", [None, True, False], ids=["no mask", "DropKey", "dropout of weights"])
+def test_the_attention_of_the_laboratory(renormalise, compiled):
+    q, k, v, out = (empty(512, 65, 384, dtype=torch.bfloat16) for _ in range(4))
+    dropped = None if renormalise is None else empty(512, 12, 65, 3, dtype=torch.int32)
+    triton_attention.attend(q, k, v, 12, dropped, bool(renormalise), 0.2)
+    triton_attention.gradients(q, k, v, 12, dropped, bool(renormalise), 0.2, out)
+    assert [found for found in compiled if found[2] > FEW] == []
+
+
+def test_the_augmentation_of_the_laboratory(compiled):
+    images = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
+    triton_augment.autoaugment(images, augment.draw(4, "autoaugment"))
+    assert len(compiled) == 2
+    assert [found for found in compiled if found[2] > FEW] == []
