@@ -17,7 +17,7 @@ $(VENV)/.families: $(VENV)/.installed
 
 # Triton comes with a torch for GPUs. Beside any other it compiles kernels for a GPU that is not there, and interprets them.
 $(VENV)/.triton: $(VENV)/.families
-	$(RUN) -c 'import triton' 2>/dev/null || $(RUN) -m pip install --quiet 'triton==3.6.0; platform_system == "Linux"'
+	$(RUN) -c 'import triton' 2>/dev/null || $(RUN) -m pip install --quiet 'triton==3.7.1; platform_system == "Linux"'
 	@touch $@
 
 demo: $(VENV)/.installed  ## train a small ViT on real digits with and without dice; ends with a report

@@ -299,7 +299,7 @@ class AttentionCall:
         if kernels.serves(attended):
             passed, energies = kernels.passing(attended, bias=bias, mask=mask)
         else:
-            passed, energies = attended, kernels.plain.energy(attended, bias, mask)
+            passed, energies = attended, kernels.plain.energies(attended, bias, mask)
         tap.add(site, energies, None, attended, mask, tap.coherence)
         return passed
 

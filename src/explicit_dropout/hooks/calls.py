@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from explicit_dropout.errors import CollectionError
 
+PLAIN = (Tensor, nn.Parameter)
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Models around a model, in `module`, that pass their arguments on."""
 
@@ -53,3 +55,13 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module does nothing to its input but multiply it: then it does not matter who lowers its precision."""
     kind = type(module)
     return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+
+
+def product_and_bias(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """x Wᵀ and b, where a module does nothing but add them up."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not (is_plain_linear(module) and isinstance(weight, Tensor) and isinstance(bias, Tensor)):
+        return None
+    if type(weight) not in PLAIN or type(bias) not in PLAIN:  # sharded, quantised
+        return None
+    return F.linear(x, weight) if type(module) is nn.Linear else x @ weight, bias

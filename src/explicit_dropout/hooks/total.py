@@ -87,10 +87,10 @@ class Total:
         found = self._kept.get(key)
         if found is None:
             with torch.inference_mode(False):  # kept, and used outside of it as well
-                both = torch.tensor([numbers, units], dtype=dtype)
-                both = both if set(lengths) == {1} else both.repeat_interleave(torch.tensor(lengths), dim=1)
-                if device.type == "cuda":  # without waiting for the GPU
-                    both = both.pin_memory().to(device, non_blocking=True)
+                both = _moved(torch.tensor([numbers, units], dtype=dtype), device)
+                if set(lengths) != {1}:  # spread where it is used: compiled code leaves a number for every token
+                    repeats = _moved(torch.tensor(lengths), device)
+                    both = both.repeat_interleave(repeats, dim=1, output_size=sum(lengths))
                 found = both[0], both[1]
         kept[key] = found
         if not any(unknown):
@@ -99,6 +99,11 @@ class Total:
         counts = [share.counted.clamp(min=1) if isinstance(share.counted, Tensor) else one for share in group]
         counted = torch.cat([count.expand(length) for count, length in zip(counts, lengths, strict=True)])
         return found[0] / counted, found[1] / counted
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without waiting for a GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _sums(values: Tensor, lengths: list[int]) -> list[Tensor]:

@@ -34,9 +34,14 @@ def columns(x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -
     return deviation(x, bias, mask).reshape(-1, x.shape[-1]).square().sum(0)
 
 
-def energy(x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-    """Σ_ij (x_ij − b_j)², row by row first: so a compiler can make it a part of whatever else reads the rows."""
-    return deviation(x, bias, mask).square().sum(-1).sum()
+def energies(x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    """Numbers that add up to Σ_ij (x_ij − b_j)²: the whole sum, or in compiled code that of every row.
+
+    A compiler makes sums of rows a part of whatever else reads the rows. The rows of all layers are added up at once
+    when the penalty is read.
+    """
+    rows = deviation(x, bias, mask).square().sum(-1)
+    return rows if torch.compiler.is_compiling() else rows.sum()
 
 
 def scores(
