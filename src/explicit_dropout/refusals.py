@@ -140,6 +140,37 @@ def refuse_sharded(model: nn.Module, sites: Iterable[Site], laws: Mapping[Compon
             )
 
 
+Place = tuple[nn.Module, str, nn.Module, str]
+"""What holds a module, under which name, the module, and its path."""
+
+
+def places_of(model: nn.Module, sites: Iterable[Site]) -> list[Place]:
+    """Where the layers of these sites are."""
+    wanted: set[nn.Module] = set()
+    for site in sites:
+        layer = site.source.described
+        parts = (layer.query, layer.key, layer.value) if isinstance(layer, Attention) else layer.layers
+        wanted.update(part.module for part in parts)
+    return [
+        (holder, name, module, f"{path}.{name}" if path else name)
+        for path, holder in model.named_modules()
+        for name, module in holder.named_children()
+        if module in wanted
+    ]
+
+
+def refuse_replaced(places: Iterable[Place]) -> None:
+    """What has taken the place of a layer does something else, and the penalty would not know."""
+    for holder, name, module, path in places:
+        now = holder._modules.get(name)
+        if now is not module:
+            is_now = "gone" if now is None else type(now).__name__
+            raise CollectionError(
+                f"{path} was {type(module).__name__} when the regulariser was attached, and is {is_now} now. Adapters "
+                "(peft) and quantisation replace layers: remove() the regulariser and attach it after that."
+            )
+
+
 def keeps_weight(site: Site, noise: Noise) -> bool:
     """Whether the penalty of a site is computed from a weight during the forward pass."""
     attention = site.source.described

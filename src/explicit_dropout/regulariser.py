@@ -12,19 +12,22 @@ from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
-from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term, owner_of
+from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term, holders_of
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding, Tap, projection_of
 from explicit_dropout.hooks.total import Share, Total
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (
+    Place,
     check_components,
     check_exact,
     check_state,
     chosen_layers,
     laws,
     no_forward,
+    places_of,
     refuse_chunks,
+    refuse_replaced,
     refuse_second,
     refuse_sharded,
     silent_sites,
@@ -118,6 +121,7 @@ class ExplicitDropout:
         self._total = Total()
         self._collector = Collector()
         self._handles: list[RemovableHandle] = []
+        self._places: list[Place] = []
         self._removed = self._sharding_known = False
         places: list[tuple[Layer, list[Site]]] = []
         for layer in found:
@@ -146,12 +150,13 @@ class ExplicitDropout:
     def _attach(self, places: list[tuple[Layer, list[Site]]], padding: Padding) -> None:
         self._collector.sharded = bool(modules_under_fsdp(self.model))
         self._collector.held = {site.name: projection_of(site).held for site in self.sites if site.projection}
+        self._places = places_of(self.model, self.sites)
         plan = Plan(self._collector, self.model)
         for layer, sites in places:
-            owner, merged = owner_of(self.model, layer.path), self.reading == "paper"
+            holders, merged = holders_of(self.model, layer.path), self.reading == "paper"
             for noise in dict.fromkeys(self._laws[site.component] for site in sites):
                 own = [site for site in sites if self._laws[site.component] == noise]
-                tap = Tap(layer, noise, self._collector, merged_heads=merged, padding=padding, owner=owner)
+                tap = Tap(layer, noise, self._collector, merged_heads=merged, padding=padding, holders=holders)
                 plan.add(layer, own, tap)
         plan.register(self._handles)
 
@@ -205,6 +210,7 @@ class ExplicitDropout:
             return torch.zeros(())
         if not forwards:
             raise no_forward(self.model)
+        refuse_replaced(self._places)
         if not self._sharding_known:
             refuse_sharded(self.model, self.sites, self._laws)
             self._sharding_known = True

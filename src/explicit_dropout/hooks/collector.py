@@ -35,21 +35,36 @@ one that cross-attention looks at where the model is given it (`encoder_hidden_s
 
 Padding = dict[tuple[str, str], Tensor]
 """Masks of real tokens, (batch, token), by the path of the model that was told and by stream."""
+Samples = dict[str, int]
+"""How many samples models were given, where that is known, by their paths."""
 
 
 @dataclass(eq=False, slots=True)
 class Term:
     """What one firing of a site adds: J summed over tokens is `factor` times the sum of `penalty`, of any shape, or
     times Σ_j columns_j ‖W_:j‖². Columns are (part, column) or summed over parts, and so are the norms where they are
-    given. A weight that is sharded over ranks has its norms taken when the regulariser is called."""
+    given. A weight that is sharded over ranks has its norms taken when the regulariser is called.
+
+    samples: as the layer has them, 0 where it has tokens alone. holders: the models that know better."""
 
     site: str
     penalty: Tensor | None
     columns: Tensor | None
     tokens: int | Tensor
     samples: int
+    holders: tuple[str, ...] = ("",)
     factor: float = 1.0
     norms: Tensor | None = None
+
+    def count(self, given: Samples) -> None:
+        """The samples that models were given, unless the layer cannot be working on parts of them.
+
+        Windows of images are parts, and so are all tokens in one row.
+        """
+        known = next((given[holder] for holder in (*self.holders, "") if holder in given), 0)
+        if known and self.samples % known == 0:
+            self.samples = known
+        self.samples = max(self.samples, 1)
 
 
 class Chain:
@@ -89,7 +104,7 @@ class Slot:
         pending: the terms of this pass so far. complete: those of earlier ones, in a chain of chains.
         waiting: how many passes that is, in eager mode.
         padding: masks of real tokens of the last pass. They outlive it: checkpointing recomputes layers.
-        samples: how many the whole model was given, where that is known.
+        samples: how many the whole model was given, and models inside it.
         observed: calls of layers under way, by layer.
         passed: hooks that want to know whether the model changes a tensor in place, the tensor, and its version.
     """
@@ -101,11 +116,11 @@ class Slot:
         self.complete = EMPTY
         self.waiting = 0
         self.padding: Padding | None = None
-        self.samples: int | None = None
+        self.samples: Samples = {}
         self.observed: dict[str, Observed] = {}
         self.passed: list[tuple[Any, Tensor, int]] = []
 
-    def begin(self, padding: Padding, samples: int | None) -> None:
+    def begin(self, padding: Padding, samples: Samples) -> None:
         self.open, self.pending, self.observed, self.passed = True, EMPTY, {}, []
         self.padding, self.samples = padding, samples
 
@@ -115,9 +130,9 @@ class Slot:
     def take(self) -> list[list[Term]]:
         forwards: list[list[Term]] = []
         for pending, samples in self.complete.items():
-            terms = pending.items()
-            for term in terms if samples is not None else ():
-                term.samples = samples
+            terms: list[Term] = pending.items()
+            for term in terms:
+                term.count(samples)
             forwards.append(terms)
         self.complete, self.waiting = EMPTY, 0
         return forwards
@@ -160,16 +175,19 @@ class Collector:
             found = self.compiled.padding
         return {} if found is None else found
 
-    def tell(self, padding: Padding) -> None:
-        """A part of the model knows of padding."""
+    def tell(self, part: str, padding: Padding, samples: int | None) -> None:
+        """A model inside the model is called: what it knows of padding, and its samples."""
         slot = self.slot()
-        slot.padding = {**(slot.padding or {}), **padding}
+        others = {key: mask for key, mask in (slot.padding or {}).items() if key[0] != part}
+        slot.padding = {**others, **padding}
+        if samples is not None:
+            slot.samples = {**slot.samples, part: samples}
         if not torch.compiler.is_compiling():
             self.compiled.padding = slot.padding  # for layers that are compiled one by one
 
     def begin(self, padding: Padding, samples: int | None = None) -> None:
         """A training forward pass of the whole model starts."""
-        own = self.own()
+        own, given = self.own(), {} if samples is None else {"": samples}
         if torch.compiler.is_compiling():
             own.opened_compiled = True
         elif own.waiting >= MOST_FORWARDS:
@@ -181,8 +199,8 @@ class Collector:
                 "passes that are not trained on in eval mode or under torch.no_grad(), or remove() it."
             )
         else:
-            self.compiled.begin(padding, samples)  # for layers that are compiled one by one
-        own.begin(padding, samples)
+            self.compiled.begin(padding, given)  # for layers that are compiled one by one
+        own.begin(padding, given)
 
     def end(self) -> None:
         """The forward pass has come to its end."""
@@ -227,8 +245,10 @@ class PaddingMasks:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding:
         call, found = named_call(self.names, args, kwargs), {}
+        given = (value for name, value in call.items() if name not in PADDING_ARGUMENTS.values())
+        alone = next((value.shape[0] == 1 for value in given if isinstance(value, Tensor) and value.ndim > 1), False)
         for stream, name in PADDING_ARGUMENTS.items():
-            mask = real_tokens(call.get(name))
+            mask = real_tokens(call.get(name), alone=alone)
             if mask is not None:
                 found[stream] = mask
         if "main" in found and call.get("encoder_hidden_states") is None:
@@ -238,24 +258,37 @@ class PaddingMasks:
         return {(self.owner, stream): mask for stream, mask in found.items()}
 
 
-def real_tokens(mask: object) -> Tensor | None:
-    """Tokens that count, (batch, token), by a mask of them, or by one of pairs that any query sees them in."""
+def real_tokens(mask: object, *, alone: bool = False) -> Tensor | None:
+    """Tokens that count, (batch, token), by a mask of them, or by one of pairs that any query sees them in.
+
+    alone: the batch is of one sample, so that a mask of one is no mask for any batch.
+    """
     if not isinstance(mask, Tensor):
         return None
     if mask.ndim == 2:
         return mask.bool()
-    if mask.ndim != 4 or mask.shape[0] == 1 or mask.shape[1] != 1 or mask.shape[2] not in (1, mask.shape[3]):
-        return None  # of no batch, of heads, or of other keys than queries
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, mask.shape[3]):
+        return None  # of heads, or of other keys than queries
+    if mask.shape[0] == 1 and not alone:
+        return None
     seen = visible(mask) if mask.is_floating_point() else mask.bool()
     return seen.any(2)[:, 0]
 
 
-def owner_of(model: nn.Module, path: str) -> str:
-    """The path of the outermost model that is told of padding and has the layer at this path: a part, or the whole.
+def holders_of(model: nn.Module, path: str) -> tuple[str, ...]:
+    """The paths of the models that say what the layer at a path works on, innermost first.
 
-    A wrapper around a model of transformers has arguments of its own, and it is the model inside whose masks count.
+    Models of transformers do, each for itself: what is around them may have arguments of the same names for something
+    else. Without any it is the outermost module that is told of padding, or the whole model.
     """
-    return next((outer for outer, part in around(model, path) if told(part)), "")
+    holding = list(around(model, path))
+    own = [outer for outer, part in holding if is_pretrained(part)]
+    return tuple(own[::-1]) or (next((outer for outer, part in holding if told(part)), ""),)
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 def told(model: nn.Module) -> bool:
@@ -283,14 +316,15 @@ class RootBefore:
 
 
 class PartBefore:
-    """Before the call of a model inside the model: what it is told of padding."""
+    """Before the call of a model inside the model: what it is told of padding, and how many samples it is given."""
 
     def __init__(self, collector: Collector, part: nn.Module, owner: str) -> None:
-        self.collector, self.masks = collector, PaddingMasks(part, owner)
+        self.collector, self.masks, self.owner = collector, PaddingMasks(part, owner), owner
 
     def __call__(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.collector.inert and part.training and torch.is_grad_enabled():
-            self.collector.tell(self.masks.of(args, kwargs))
+            samples = samples_of((*args, *kwargs.values()), is_pretrained(part))
+            self.collector.tell(self.owner, self.masks.of(args, kwargs), samples)
 
 
 def samples_of(arguments: Iterable[object], batch_first: bool) -> int | None:
@@ -298,11 +332,27 @@ def samples_of(arguments: Iterable[object], batch_first: bool) -> int | None:
 
     Layers may see them otherwise: as windows of images, or all tokens in one row.
     """
-    first = next((argument for argument in arguments if isinstance(argument, Tensor)), None)
+    first = first_tensor(arguments)
     if first is None:
         return None
     of_tokens = first.ndim == 2 and not first.is_floating_point()
     return first.shape[0] if batch_first and (of_tokens or first.ndim > 2) else None
+
+
+def first_tensor(arguments: Iterable[object]) -> Tensor | None:
+    """The first there is, also in lists and mappings."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            return argument
+        inside: Iterable[object] = ()
+        if isinstance(argument, Mapping):
+            inside = argument.values()
+        elif isinstance(argument, list | tuple):
+            inside = argument
+        found = first_tensor(inside)
+        if found is not None:
+            return found
+    return None
 
 
 class RootAfter:

@@ -63,16 +63,17 @@ class Plan:
         self.root = RootBefore(collector, model)
         self.before: dict[nn.Module, list[Any]] = {model: [self.root]}
         self.after: dict[nn.Module, list[Any]] = {}
-        self.owners: set[str] = set()
+        self.parts: set[str] = {""}
 
     def add(self, layer: Layer, sites: list[Site], tap: Tap) -> None:
         """What the sites of one layer need."""
-        described, owner = layer.described, tap.owner
+        described = layer.described
         self.root.batch_first &= described.batch_first
-        if owner and owner not in self.owners:
-            self.owners.add(owner)
-            part = self.model.get_submodule(owner)
-            self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, owner))
+        for holder in tap.holders:
+            if holder not in self.parts:
+                self.parts.add(holder)
+                part = self.model.get_submodule(holder)
+                self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, holder))
         if isinstance(described, Attention):
             self._add_attention(described, sites, tap)
             return

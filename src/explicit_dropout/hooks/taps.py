@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
-from explicit_dropout.hooks.calls import argument_names, is_plain_linear, named_call, only_input, with_input
+from explicit_dropout.hooks.calls import (
+    argument_names,
+    is_plain_linear,
+    named_call,
+    only_input,
+    product_and_bias,
+    with_input,
+)
 from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site
@@ -33,8 +40,9 @@ class Tap:
     """What the hooks of one layer share: its call, what they have seen of it, and where terms go."""
 
     def __init__(
-        self, layer: Layer, noise: Noise, collector: Collector, *, merged_heads: bool, padding: Padding, owner: str
-    ) -> None:
+        self, layer: Layer, noise: Noise, collector: Collector, *, merged_heads: bool, padding: Padding,
+        holders: tuple[str, ...],
+    ) -> None:  # fmt: skip
         self.noise, self.collector = noise, collector
         self.coherent = coherent_part_needed(noise)
         self.coherence, self.incoherence = 0.5 * noise.mean**2, 0.5 * noise.variance
@@ -49,7 +57,8 @@ class Tap:
         self.told_by_model = self.straight and padding == "auto"
         """Whether padding can only be what the whole model was told: nothing, mostly."""
         self.key = f"{type(self.described).__name__} {self.path} {noise}"  # a layer may have a tap for each of its laws
-        self.owner, self.stream = owner, stream(self.path.removeprefix(owner))
+        self.holders = holders
+        self.streams = [(holder, stream(self.path.removeprefix(holder))) for holder in holders]
         module = self.described.module
         self.names = () if module is None else argument_names(module)
 
@@ -102,7 +111,8 @@ class Tap:
         slot = self.collector.slot()
         if slot.open:
             tokens = x.shape[:-1].numel() if mask is None else mask.sum()
-            term = Term(site.name, penalty, columns, tokens, x.shape[:-2].numel(), factor, norms)
+            samples = x.shape[:-2].numel() if x.ndim > 2 else 0
+            term = Term(site.name, penalty, columns, tokens, samples, self.holders, factor, norms)
             slot.pending = Chain(term, slot.pending)
 
     def padding(self, x: Tensor, stream: str | None = None) -> Tensor | None:
@@ -111,9 +121,13 @@ class Tap:
             return None
         if callable(self.padding_source):
             return self._checked(self.padding_source(self.path, x), x, "the mask of your padding function")
-        masks, kind = self.collector.padding(), stream or self.stream
-        mask = masks.get((self.owner, kind), masks.get(("", kind)))
-        return self._checked(mask, x, f"the {PADDING_ARGUMENTS.get(kind)} of the model's call")
+        masks = self.collector.padding()
+        for holder, own in self.streams:
+            kind = stream or own
+            if (holder, kind) in masks:
+                name = f"the {PADDING_ARGUMENTS.get(kind)} of the call of {holder or 'the model'}"
+                return self._checked(masks[holder, kind], x, name)
+        return None
 
     def _checked(self, mask: Tensor | None, x: Tensor, what: str) -> Tensor | None:
         if mask is None:
@@ -148,8 +162,10 @@ class Tap:
             return None
         return column_norms(projection.parameters()[0])
 
-    def coherently(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
-        """The part of a linear layer that its output makes, if the law has it."""
+    def coherently(
+        self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None, *, bare: bool = False
+    ) -> None:
+        """The part of a linear layer that its output makes, if the law has it. A bare one is without the bias."""
         if not self.coherent:
             return
         weight, bias = projection_of(site).parameters()
@@ -159,7 +175,8 @@ class Tap:
             return
         if bias is None:
             output = output.clone()  # the model may go on to change its own in place
-        self.add(site, kernels.plain.energy(output, bias, mask), None, x, mask, self.coherence)
+        energies = kernels.plain.energies(output, None if bare else bias, mask)
+        self.add(site, energies, None, x, mask, self.coherence)
 
     def penalise(self, site: Site, compute: Callable[..., _Result], *given: Any) -> _Result:
         """Run what leaves the term of a site; errors of the closed forms get the site in front."""
@@ -244,8 +261,7 @@ class LinearHook:
         tap, projection = self.tap, projection_of(self.site)
         rows = projection.rows
         if isinstance(rows, tuple) or not kernels.serves(output):
-            self._plain_term(x, output)
-            return None
+            return self._plain_term(x, output)
         if not tap.coherent:
             return None
         tokens, mask = by_sample(tap, x)
@@ -257,13 +273,24 @@ class LinearHook:
             tap.collector.slot().passed.append((self, passed, passed._version))
         return passed
 
-    def _plain_term(self, x: Tensor, output: Tensor) -> None:
-        tap, made = self.tap, projection_of(self.site).of(output)
+    def _plain_term(self, x: Tensor, output: Tensor) -> Tensor | None:
+        """The term in plain torch; and the output anew, where its bias was kept apart.
+
+        The energy is of the product without the bias, which has no gradient from it. Taken from the output it has two
+        that cancel, each a pass over all tokens. So compiled code takes the product by itself; the output that it had
+        is dropped by the compiler.
+        """
+        tap, projection = self.tap, projection_of(self.site)
+        apart = None
+        if torch.compiler.is_compiling() and tap.coherent:
+            apart = product_and_bias(projection.module, x)
         tokens, mask = by_sample(tap, x)
+        made = projection.of(output if apart is None else apart[0])
         made = made.transpose(0, 1) if x.ndim > 2 and tokens is not x else made
-        tap.coherently(self.site, tokens, made.reshape(*tokens.shape[:-1], -1), mask)
+        tap.coherently(self.site, tokens, made.reshape(*tokens.shape[:-1], -1), mask, bare=apart is not None)
         if not kernels.serves(x):  # or the hook before the projection has taken its columns
             tap.incoherently(self.site, tokens, mask)
+        return None if apart is None else apart[0] + apart[1].to(apart[0].dtype)
 
 
 def by_sample(tap: Tap, x: Tensor) -> tuple[Tensor, Tensor | None]:
