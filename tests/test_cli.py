@@ -117,7 +117,7 @@ def test_verify_agrees_on_timm_and_draws_a_plot(capsys, tmp_path):
 
 def test_verify_agrees_on_hugging_face_text_and_images(capsys):
     assert run(capsys, "verify", "hf:bert", *SMALL, "--samples=60", "--layers", "1")[0] == 0
-    images = [*SMALL, "--set=image_size=16", "--set=patch_size=8"]
+    images = [*SMALL[:-2], "--set=image_size=16", "--set=patch_size=8"]
     assert run(capsys, "verify", "hf:vit", *images, "--samples=60", "--components", "value", "key")[0] == 0
 
 
@@ -230,7 +230,8 @@ BAD = {
     ("inspect", "torch:Linear(3, 4)"): "no attention or feed-forward site",
     ("verify", ENCODER, "--layers", "2"): "indices from 0 to 1",
     ("verify", ENCODER, "--rate", "1.5"): "a drop rate in [0, 1)",
-    ("verify", ENCODER, "--samples", "1"): "at least 2",
+    ("verify", ENCODER, "--samples", "19"): "at least 20",
+    ("inspect", "hf:bert", "--set", "num_hiden_layers=1"): "such as num_hidden_layers",
     ("verify", ENCODER, "--set", "depth"): "key=value",
     ("verify", ENCODER, "--plot", "no/such/folder/x.png"): "a folder that exists",
     ("verify", ENCODER, "--components", "nonsense"): "nonsense",

@@ -64,7 +64,7 @@ class ExplicitDropout:
         require_all: raise if a site does not fire between two calls; False for models that skip layers at random.
 
     A model that is compiled, sharded or wrapped for several processes may be attached to before or after that, as long
-    as it has not been called compiled yet.
+    as it has not been called compiled yet. Whatever replaces layers (adapters of peft, quantisation) comes first.
     """
 
     def __init__(

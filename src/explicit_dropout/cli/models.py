@@ -124,6 +124,11 @@ def _huggingface(name: str, settings: dict[str, Any], batch: int, tokens: int) -
             else _built(hf.AutoModel.from_config, config, **attention)
         )
     elif name in known:
+        usual = _built(hf.AutoConfig.for_model, name)
+        for key in settings:
+            if not hasattr(usual, key):  # which transformers would keep, and read nowhere
+                near = _like(key, usual.to_dict())
+                raise InputError("--set", f"a setting of {type(usual).__name__}{near}", repr(key))
         config = _built(hf.AutoConfig.for_model, name, **settings)
         model = _built(hf.AutoModel.from_config, config, **attention)
     elif "/" not in name:
@@ -161,7 +166,7 @@ def _huggingface_inputs(model: Any, batch: int, tokens: int) -> dict[str, Any]:
         inputs["input_ids"] = words()
     if main == "input_values":
         mel = getattr(config, "num_mel_bins", None)
-        inputs[main] = torch.randn(batch, config.max_length, mel) if mel else torch.randn(batch, 3200)
+        inputs[main] = torch.randn(batch, config.max_length, mel) if mel else torch.randn(batch, 8000)
     if main == "input_features":
         frames = 2 * setting("max_source_positions", default=50)
         inputs[main] = torch.randn(batch, setting("num_mel_bins", default=80), frames)

@@ -26,6 +26,8 @@ from explicit_dropout.testing import Failure, misdescribed
 
 DEVIATIONS = 4.5
 """Standard errors beyond which a site disagrees: by chance, one site in 150 000."""
+FEWEST = 20
+"""Masks at a site, below which a standard error says little."""
 TOLERANCE = 1e-3
 """Relative difference that single precision may cause, all there is to go by under a law without variance."""
 _ALL = "(default: all)"
@@ -94,7 +96,7 @@ def verify(
     if plot is not None and not plot.parent.is_dir():
         raise InputError("--plot", "a file in a folder that exists", plot)
     for option, given in (("--samples", samples), ("--batch", batch), ("--tokens", tokens)):
-        if given < (least := 2 if option == "--samples" else 1):
+        if given < (least := FEWEST if option == "--samples" else 1):
             raise InputError(option, f"at least {least}", given)
     law = LAWS[noise](rate)
     example = load(model, set, batch=batch, tokens=tokens, seed=seed)
