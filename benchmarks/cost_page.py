@@ -61,6 +61,13 @@ def ratio(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def ratios(rows: Iterable[Row], name: str) -> str:
+    """A ratio that modes share, or from where to where it goes: 1.06–1.24."""
+    values = [row[name] for row in rows if row.get(name)]
+    ends = dict.fromkeys(ratio(end) for end in (min(values), max(values))) if values else {ratio(None): None}
+    return "–".join(ends)
+
+
 def machine(result: dict[str, Any]) -> str:
     about = result["environment"]
     threads = f", {about['threads']} threads" if str(about["device"]).startswith(("x86", "arm", "aarch")) else ""
@@ -125,10 +132,9 @@ def steps(name: str) -> Callable[[dict[str, Any]], str]:
             for treatment in dict.fromkeys([*TREATMENTS, *(row["treatment"] for row in rows)]):
                 own = {row["mode"]: row for row in rows if row["treatment"] == treatment}
                 if own:
-                    floor = next((row["floor_ratio"] for row in own.values() if row.get("floor_ratio")), None)
-                    memory = next((row["memory_ratio"] for row in whole(own.values())), None)
+                    floor, memory = (ratios(whole(own.values()), name) for name in ("floor_ratio", "memory_ratio"))
                     words = "none, beside itself" if treatment == "none" else treatment
-                    lines.append([words, *(time_of(own.get(mode)) for mode in modes), ratio(floor), ratio(memory)])
+                    lines.append([words, *(time_of(own.get(mode)) for mode in modes), floor, memory])
             said = ", ".join(filter(None, (baseline(rows, mode) for mode in modes)))
             parts.append(f"**{model}**" + (f"; without dropout {said}" if said else ""))
             parts.append(table(["treatment", *modes, "floor", "memory"], lines))

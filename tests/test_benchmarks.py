@@ -357,6 +357,13 @@ def test_the_page_of_costs_is_made_of_the_result_files():
         assert path.read_text() == text, f"{path.name} is older than the results"
 
 
+def test_a_ratio_that_modes_do_not_share_is_shown_from_where_to_where():
+    rows = [{"memory_ratio": value} for value in (1.237, 1.059, 1.061)]
+    assert cost_page.ratios(rows, "memory_ratio") == "1.06–1.24"
+    assert cost_page.ratios(rows[1:], "memory_ratio") == "1.06"
+    assert cost_page.ratios(rows, "floor_ratio") == "–"
+
+
 def test_the_page_has_rows_for_new_results(step_results, growth_results):
     results = dict.fromkeys(cost_page.COMMANDS)
     results |= {"step-time-h200": json.loads(step_results.with_suffix(".json").read_text())}

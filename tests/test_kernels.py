@@ -4,6 +4,8 @@ On a GPU they run as they are. Without one, energies and scores are those that a
 interprets its kernels (TRITON_INTERPRET=1), which incoherent scores need.
 """
 
+import re
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -854,3 +856,26 @@ def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operato
         results.append(trained(small_vit(), xd.inverted(0.2), (component,), compiled, autocast=True))
         assert backend.has("grams") == (own and backend.straight)
     agree(*results, 2e-2)
+
+
+def test_compiled_code_has_hardly_a_kernel_more_under_a_law_without_variance():
+    """Energies are parts of kernels that are there anyway, and a bias has no gradient of its own."""
+    from torch._inductor.utils import run_and_get_code
+
+    def counted(penalised):
+        torch._dynamo.reset()
+        model = small_vit()
+        reg = xd.ExplicitDropout(model, xd.paper(0.2), value=0.3, feed_forward=0.3) if penalised else None
+        compiled = torch.compile(model, fullgraph=True)
+
+        def step():
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = run(model, compiled)
+            (loss if reg is None else loss + reg()).backward()
+
+        _, (forward, backward) = run_and_get_code(step)
+        called = re.compile(r"^\s+(cpp_fused|triton_)\w+(\.run)?\(", re.MULTILINE)
+        return len(called.findall(forward)), len(called.findall(backward))
+
+    for found, expected in zip(counted(True), counted(False), strict=True):
+        assert 0 < found <= expected + 2

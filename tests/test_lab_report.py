@@ -23,7 +23,7 @@ from explicit_dropout.lab.report.page import findings
 from explicit_dropout.lab.report.svg import Scale, element, thinned
 from explicit_dropout.lab.report.tables import percent
 from explicit_dropout.lab.statistics import Result, analyse
-from explicit_dropout.lab.store import Store
+from explicit_dropout.lab.store import SPREAD, Store
 from explicit_dropout.lab.training.loop import TRAINING_EXAMPLES_SCORED
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&|\\input{x}$_%#"
@@ -124,9 +124,31 @@ def test_diagnostics_are_shown_where_summaries_have_them(complete):
         "row", "train_metric", "gap", "train_loss", "test_loss", "calibration_error", "seconds",
         "examples_per_second", "n",
     ]  # fmt: skip
-    assert f"the first {TRAINING_EXAMPLES_SCORED:,} training examples".replace(",", " ") in full[1].caption
+    most = f"{TRAINING_EXAMPLES_SCORED:,} training examples at most".replace(",", " ")
+    assert f"Training numbers are of the first {most}," in full[1].caption
+    told = [Result(r.run, {**r.summary, "train_examples": SPREAD}) for r in part.records]
+    assert f"Training numbers are of {most}, spread evenly, without" in tables(made, told)[1].caption
+    some = [Result(r.run, a.summary if r.run.seed else r.summary) for r, a in zip(part.records, told, strict=True)]
+    assert f"{most}, spread evenly or, in older runs, the first, without" in tables(made, some)[1].caption
     bare = [Result(r.run, {k: {"accuracy": 0.5} for k in ("validation", "test")}) for r in part.records]
     assert [table.name for table in tables(made, bare)] == ["synthetic", "synthetic_configurations"]
+
+
+def test_training_numbers_that_cannot_be_compared_are_dashes_and_the_caption_says_why():
+    made = synthetic.experiment(rates=(1e-3,), strengths=(1e-3,), metric="mean_average_precision")
+    results = []
+    for run in made.runs:
+        numbers = {"mean_average_precision": 0.5 + run.seed / 100, "loss": 0.3}
+        spread = {"train_examples": SPREAD} if run.row == "none+none" else {}
+        results.append((run, {"validation": numbers, "test": numbers, "train": numbers, **spread}))
+    table = tables(made, results)[1]
+    for cells in table.rows:
+        hidden = cells["row"] != "none+none"
+        assert [(cells[key] == "–") for key in ("train_metric", "gap", "train_loss")] == 3 * [hidden]
+        assert cells["test_loss"] != "–"
+    assert "left out (–) where runs have scored the first 10 000 training examples" in table.caption
+    before = [(run, {**summary, "train_examples": None}) for run, summary in results]
+    assert "train_metric" in [column.key for column in tables(made, before)[1].columns]
 
 
 def test_the_grid_of_the_paper_stands_beside_ours():
@@ -290,6 +312,27 @@ def test_versions_of_data_are_told_apart_across_splits(tmp_path):
     assert "Different data" in build(store).markdown()
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_one_split_divided_in_two_ways_is_a_warning_and_two_splits_are_not(splits, tmp_path, capsys):
+    runs = [
+        replace(run, data=replace(run.data, split=run.seed % splits))
+        for run in synthetic.experiment(("none+implicit",), range(4), (1e-3,)).runs
+    ]
+    store = Store(tmp_path)
+    synthetic.write(store, runs)
+    for run in runs[:3]:  # the last is of an early version and does not say
+        path = store.folder(run).path / "environment.json"
+        path.write_text(path.read_text().replace("abcdef", f'abcdef", "division": "divided {run.seed % 2}'))
+    report = build(store)
+    show(report)
+    printed = " ".join(capsys.readouterr().out.split())
+    for text in (report.html(), report.markdown(), report.latex(), printed):
+        assert ("Different divisions: the runs on digits have seen 2 divisions of it" in text) == (splits == 1)
+        assert "Different data" not in text
+    told = " ".join(Page(report.html()).text.split())
+    assert ("Different divisions. Runs on digits have seen it divided" in told) == (splits == 1)
+
+
 def test_rows_keep_their_names_in_thirty_columns(complete, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     store, made = complete
@@ -367,6 +410,37 @@ def test_a_damaged_folder_is_named_and_hides_no_other(partial):
     assert "summary.json is not JSON" in next(r.error for r in part.having("failed") if r.run == made.runs[0])
     assert part.analysis.finished == 4
     assert part.analysis.failed == 2
+
+
+@pytest.mark.parametrize("damage", ["no JSON", "no file"])
+def test_damaged_metrics_are_named_and_hide_no_other_run(partial, damage):
+    store, made = partial
+    begun = build(store, [(made, None)]).parts[0].having("begun")[0].run
+    for run in (made.runs[0], begun):
+        path = store.folder(run).path / "metrics.jsonl"
+        if damage == "no JSON":
+            path.write_text("{\n" + path.read_text())
+        else:
+            path.unlink()
+            path.mkdir()
+    for report in (build(store, [(made, None)]), build(store)):
+        part = report.parts[0]
+        found = {record.run: record.error for record in part.having("failed")}
+        assert "metrics.jsonl" in found[made.runs[0]]
+        assert "metrics.jsonl" in found[begun]
+        assert part.analysis.finished == 4
+        assert "metrics.jsonl" in Page(report.html()).text
+
+
+def test_a_folder_that_does_not_say_what_it_is_is_named_and_hides_no_other(partial, capsys):
+    store, made = partial
+    path = store.folder(made.runs[0]).path
+    (path / "config.json").write_text("{")
+    report = build(store)
+    assert report.parts[0].analysis.finished == 4
+    show(report)
+    for text in (Page(report.html()).text, report.markdown(), capsys.readouterr().out):
+        assert "is not JSON" in text
 
 
 def test_a_failed_run_that_is_tried_again_is_under_way(partial):

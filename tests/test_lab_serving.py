@@ -65,6 +65,7 @@ def test_the_report_is_written_even_if_it_cannot_be_printed(partial, tmp_path, e
 def test_the_command_reports_what_has_not_been_run(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(EXPERIMENT_FILE)
+    (tmp_path / "nothing").mkdir()
     assert report_command((str(file),), store=tmp_path / "nothing", output=tmp_path / "out") == 0
     assert "not run" in capsys.readouterr().out
     assert "0 of 3 runs" in (tmp_path / "out" / "report.md").read_text()
@@ -78,6 +79,11 @@ def test_mistakes_are_said_plainly(tmp_path):
         report_command((), store=tmp_path / "empty", output=tmp_path)
     (tmp_path / "mine.py").write_text(EXPERIMENT_FILE)
     (tmp_path / "file").write_text("")
+    for serve in (False, True):
+        with pytest.raises(InputError, match=r"`--store` must be a folder .* which is not there"):
+            report_command((str(tmp_path / "mine.py"),), store=tmp_path / "nothing", output=tmp_path, serve=serve)
+        with pytest.raises(errors.StoreError, match="is a file"):
+            report_command((str(tmp_path / "mine.py"),), store=tmp_path / "file", output=tmp_path, serve=serve)
     with pytest.raises(errors.StoreError, match="could not be written"):
         report_command((str(tmp_path / "mine.py"),), store=tmp_path, output=tmp_path / "file")
 
@@ -112,6 +118,16 @@ def test_the_server_follows_the_store(served, monkeypatch):
     synthetic.write(store, [run for run in made.runs if not store.folder(run).path.exists()][:1])
     assert get(server, "version")[0] != version
     assert "6 of 12 runs" in get(server)[0]
+
+
+def test_a_damaged_run_does_not_stop_the_server(served, monkeypatch):
+    server, store, made = served
+    monkeypatch.setattr("explicit_dropout.lab.report.serving.LOOK_AGAIN_SECONDS", 0.0)
+    path = store.folder(made.runs[0]).path / "metrics.jsonl"
+    path.write_text("{\n" + path.read_text())
+    page = get(server)[0]
+    assert "4 of 12 runs" in page
+    assert "metrics.jsonl, line 1 is not JSON" in page
 
 
 def test_the_server_gives_away_nothing_but_the_report(served):

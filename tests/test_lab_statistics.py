@@ -14,6 +14,7 @@ from scipy import stats
 from explicit_dropout import InputError
 from explicit_dropout.lab.config import Data, Run, Training
 from explicit_dropout.lab.statistics import Estimate, analyse, differences, edges, grids, holm, repetition
+from explicit_dropout.lab.store import SPREAD
 from synthetic_sweep import experiment
 
 fractions = st.floats(0.01, 0.99)
@@ -152,6 +153,15 @@ def test_a_configuration_with_one_lucky_seed_is_not_preferred():
 def test_equal_means_go_to_the_configuration_named_first():
     made = small(rates=(1e-2, 1e-3))
     found = analyse(made, [scored(run, 0.8) for run in made.runs])
+    assert all(row.chosen.run.training.learning_rate == 1e-2 for row in found.rows)
+
+
+def test_means_that_differ_by_rounding_alone_are_equal():
+    made = small(rates=(1e-2, 1e-3))
+    scores = {1e-2: (0.3, 0.2, 0.1), 1e-3: (0.1, 0.2, 0.3)}
+    means = [float(np.mean(values)) for values in scores.values()]
+    assert means[0] < means[1]  # by rounding
+    found = analyse(made, [scored(run, scores[run.training.learning_rate][run.seed]) for run in made.runs])
     assert all(row.chosen.run.training.learning_rate == 1e-2 for row in found.rows)
 
 
@@ -335,3 +345,22 @@ def test_the_gap_is_taken_run_by_run():
     assert chosen.gap("accuracy").values == pytest.approx((0.1, 0.1, 0.1))
     assert chosen.gap("loss").n == 0  # the test loss is not there
     assert chosen.estimate("train", "loss").n == 3
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "mean_average_precision"])
+def test_training_scores_of_the_first_examples_are_left_out_of_a_mean_over_classes(metric):
+    made = small(rates=(1e-3,), metric=metric)
+    runs = of(made, "none+implicit")
+
+    def chosen(examples):
+        told = [{"train_examples": SPREAD} if run.seed < examples else {} for run in runs]
+        parts = [{part: {metric: 0.5, "loss": 1.0} for part in ("validation", "test", "train")} for _ in runs]
+        results = [(run, a | b) for run, a, b in zip(runs, parts, told, strict=True)]
+        return analyse(made, results).baseline.chosen
+
+    for spread in range(4):
+        shown = 3 if spread == 3 or metric == "accuracy" else 0
+        found = chosen(spread)
+        assert found.spread == (spread == 3)
+        assert found.estimate("train", metric).n == found.estimate("train", "loss").n == found.gap(metric).n == shown
+        assert found.estimate("test", "loss").n == 3

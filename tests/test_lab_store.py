@@ -148,6 +148,14 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(store):
         folder.metrics()
 
 
+def test_metrics_that_cannot_be_read_are_an_error_of_the_store(store):
+    folder = begun(store, RUN, epochs=3, checkpoint=None)
+    (folder.path / "metrics.jsonl").unlink()
+    (folder.path / "metrics.jsonl").mkdir()
+    with pytest.raises(StoreError, match=r"metrics\.jsonl cannot be read"):
+        folder.metrics()
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "pickle", "no epoch", "ahead of the metrics"])
 def test_a_checkpoint_that_cannot_be_used_is_set_aside_and_the_run_starts_anew_and_says_so(store, damage):
     folder = begun(store, RUN, epochs=2, checkpoint=2)

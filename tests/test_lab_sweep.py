@@ -23,7 +23,7 @@ from explicit_dropout.lab.engines import Event
 from explicit_dropout.lab.engines.local import Local
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.store import Store
-from explicit_dropout.lab.sweep import order, plan, select, sweep
+from explicit_dropout.lab.sweep import check_data, order, plan, select, sweep
 from tiny_sweep import EXECUTION, TREATMENTS, experiment, failing, results, run
 
 FILE = Path(__file__).with_name("tiny_sweep.py")
@@ -139,12 +139,12 @@ def test_the_baseline_comes_first_wherever_the_experiment_has_it(store):
     assert rows == 2 * [TREATMENTS[1].row, TREATMENTS[0].row, TREATMENTS[2].row]
 
 
-def features(path, seed):
+def features(path, seed, **more):
     """A file of feature sequences, others for another seed."""
     random = np.random.default_rng(seed)
     labels = np.arange(60) % 2
     arrays = random.normal(size=(60, 4, 6)).astype(np.float32)
-    np.savez(path, features=arrays, labels=labels, classes=np.array(["no", "yes"]))
+    np.savez(path, features=arrays, labels=labels, classes=np.array(["no", "yes"]), **more)
 
 
 def test_runs_on_changed_data_are_not_put_beside_those_on_the_data_before(store, tmp_path):
@@ -172,6 +172,31 @@ def test_runs_on_changed_data_are_not_put_beside_those_on_the_data_before(store,
     assert sweep([made], store, Local(0), here).finished == 8
 
 
+def test_runs_on_data_that_are_divided_otherwise_are_not_put_beside_those_before(store, tmp_path):
+    features(tmp_path / "mine.npz", seed=0, groups=np.arange(60))
+    model = Model(layers=1, width=8, heads=2, hidden=8, patch=None, read="mean")
+    runs = [
+        Run(Data("features", folder="mine.npz", split=split, label_noise=noise), model, treatment, Training(1, 8))
+        for treatment, noise in zip(TREATMENTS[:2], (0.0, 0.1), strict=True)
+        for split in range(2)
+    ]
+    here = replace(EXECUTION, data_root=str(tmp_path))
+    made = Experiment("mine", "Mine", tuple(runs), "none+none")
+    sweep([made], store, Local(0), here, only=["none+none"])
+    check_data([made], store, here)
+    features(tmp_path / "mine.npz", seed=0, groups=np.arange(60) // 4)
+    with pytest.raises(
+        StoreError, match="has seen another division into parts than that of the data at hand"
+    ) as refused:
+        sweep([made], store, Local(0), here, only=["dropout+none"])
+    told = str(refused.value)
+    assert f"{runs[0].key}  none+none, seed 0: division {store.folder(runs[0]).division[:12]}" in told
+    for old in runs[:2]:  # runs of early versions do not say how their data were divided
+        path = store.folder(old).path / "environment.json"
+        path.write_text(path.read_text().replace('"division"', '"other"'))
+    check_data([made], store, here)
+
+
 # ---------------------------------------------------------------------------------------------- how long it takes
 
 
@@ -193,6 +218,21 @@ def test_a_probe_times_some_steps_and_is_no_run(store, tmp_path, monkeypatch):
     real = estimate.known([run()], store, "CPU")[estimate.shape(run())]
     assert real / 20 < seconds < real * 20
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+def test_damaged_folders_stop_no_estimate(store):
+    sweep([experiment(seeds=1)], store, Local(0), EXECUTION)
+    later = run(epochs=6)
+    seconds = estimate.known([later], store, "CPU")
+    folder = store.folder(later)
+    with folder.lock():
+        folder.write_config()
+    (folder.path / "metrics.jsonl").write_text("{\n")
+    with pytest.warns(RuntimeWarning, match=r"metrics\.jsonl, line 1 is not JSON"):
+        assert estimate.epochs_left(later, store) == 6
+    (store.folder(run(TREATMENTS[1])).path / "config.json").write_text("{")
+    (store.folder(run(TREATMENTS[2])).path / "summary.json").write_text("{")
+    assert estimate.known([later, run(TREATMENTS[2])], store, "CPU") == seconds
 
 
 def test_times_are_in_the_unit_that_people_use():

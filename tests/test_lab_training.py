@@ -19,6 +19,7 @@ from explicit_dropout.lab.rows import treatments
 from explicit_dropout.lab.store import RunFolder, Store
 from explicit_dropout.lab.training import Watch, build, train
 from explicit_dropout.lab.training.batches import batches, steps_per_epoch
+from explicit_dropout.lab.training.evaluation import predictions, spread
 from explicit_dropout.lab.training.schedule import learning_rate
 from explicit_dropout.lab.training.step import Step
 from launching import launched
@@ -268,6 +269,27 @@ def test_weight_decay_alone_is_decay_by_the_optimiser(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+# ---------------------------------------------------------------------------------------------- scores
+
+
+def test_examples_that_are_scored_are_spread_evenly_over_the_split() -> None:
+    assert spread(10, 4).tolist() == [0, 2, 5, 7]
+    assert spread(4, 10).tolist() == spread(4).tolist() == [0, 1, 2, 3]
+    many = spread(36_598, 10_000)
+    assert (len(many), many[0], many[-1]) == (10_000, 0, 36_594)
+    assert set(many.diff().tolist()) == {3, 4}
+
+
+def test_a_part_of_examples_that_lie_class_by_class_has_all_classes() -> None:
+    split = data.load(DIGITS).train
+    order = split.labels.argsort(stable=True)
+    ordered = replace(split, labels=split.labels[order], pixels=split.pixels[order])
+    _, targets = predictions(lambda x: x.flatten(1), ordered, 30)
+    assert len(targets) == 30
+    assert len(targets.unique()) == 10
+    assert len(ordered.labels[:30].unique()) < 5  # the first 30 have not
+
+
 # ---------------------------------------------------------------------------------------------- schedules
 
 
@@ -277,7 +299,7 @@ def test_the_learning_rate_rises_falls_and_ends_where_it_should() -> None:
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == 1.0
     assert all(a > b for a, b in pairwise(rates[10:]))
-    assert rates[50] == pytest.approx(0.1)
+    assert rates[50] == pytest.approx(0.1)  # one step after the last
     assert rates[30] == pytest.approx(0.55)
     step = Training(epochs=3, learning_rate=1.0, schedule="step")
     assert [learning_rate(step, s, 4) for s in (0, 3, 4, 8)] == pytest.approx([1, 1, 0.1, 0.01])

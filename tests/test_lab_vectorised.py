@@ -20,8 +20,9 @@ from explicit_dropout.lab.engines.local import Local
 from explicit_dropout.lab.engines.sharing import share_out
 from explicit_dropout.lab.engines.vectorised import MOST, Program, Vectorised, groups
 from explicit_dropout.lab.store import RunFolder, Store
-from explicit_dropout.lab.training import Watch, build, train
+from explicit_dropout.lab.training import Watch, build, evaluation, loop, together, train
 from explicit_dropout.lab.training.batches import batches
+from explicit_dropout.lab.training.evaluation import spread
 from explicit_dropout.lab.training.stacked import Adam, Stack, StackedAttention, clip, mapped
 from explicit_dropout.lab.training.together import Objective, Together
 from explicit_dropout.stochastic import recording, replaying
@@ -242,6 +243,22 @@ def test_runs_trained_together_are_written_as_those_trained_alone(run, tmp_path:
         assert_same_within_rounding(folder, alone(member, tmp_path / "alone"))
         environment = json.loads((folder.path / "environment.json").read_text())
         assert environment["trained_together"] == 4
+
+
+def test_together_as_alone_training_scores_are_of_examples_spread_over_the_split(tmp_path: Path, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(evaluation, "spread", lambda n, most=None: asked.append((n, most)) or spread(n, most))
+    monkeypatch.setattr(loop, "TRAINING_EXAMPLES_SCORED", 50)
+    monkeypatch.setattr(together, "TRAINING_EXAMPLES_SCORED", 50)
+    carry_out([EXPLICIT], tmp_path / "together")
+    (first,) = {pair for pair in asked if pair[1] is not None}
+    assert first == (DIGITS.examples, 50)
+    asked.clear()
+    summaries = alone(EXPLICIT, tmp_path / "alone").summary(), Store(tmp_path / "together").folder(EXPLICIT).summary()
+    assert first in asked
+    for summary in summaries:
+        assert summary["train_examples"] == "spread"
+        assert summary["train"]["accuracy"] * 50 == pytest.approx(round(summary["train"]["accuracy"] * 50))
 
 
 def test_half_precision_trains_together(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ def report(
         port: Where to serve it, on this machine only; 0 takes a free one.
     """
     place = Store(store)
+    place.check()
+    if not store.is_dir():
+        raise InputError("--store", "a folder that a sweep has written", f"{store}, which is not there")
     listed: list[tuple[Experiment, str | None]] = [
         (experiment, file) for file in dict.fromkeys(experiments) for experiment in load_experiments(file)
     ]
@@ -73,6 +76,8 @@ def show(made: Report) -> None:
         for sentence in findings(part.analysis):
             out.print(f"[dim]{escape(sentence)}[/]")
         out.print()
+    for problem in made.problems:
+        out.print(f"[bold yellow]{escape(problem)}[/]")
     if made.others:
         out.print(f"[dim]The store has {made.others} more runs that belong to none of these experiments.[/]")
 

@@ -128,6 +128,11 @@ class Data(Settings):
         return Data(self.name, self.folder, self.size)
 
     @property
+    def divided(self) -> Data:
+        """The same data before they are augmented or labelled wrongly: what a division is of."""
+        return replace(self, augmentation="none", label_noise=0.0)
+
+    @property
     def words(self) -> str:
         """What they are called in sentences: images (folder flowers, size 32)."""
         settings = {name: value for name, value in self.to_json(omit_defaults=True).items() if name != "name"}
@@ -343,7 +348,8 @@ class Run(Settings):
 class Execution(Settings):
     """How and where a run is carried out: no part of what it is.
 
-    Results agree within rounding, but for compiled code, which draws other dropout masks.
+    Results agree within rounding, but for what is drawn: compiled code draws other dropout masks, and every process of
+    a run on several draws masks and augmentation of its own.
 
     Args:
         data_root: the folder of the datasets; None for $EXPLICIT_DROPOUT_DATA, or `data`.

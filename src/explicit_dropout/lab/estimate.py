@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from statistics import median
 
 import torch
 
+from explicit_dropout.errors import StoreError
 from explicit_dropout.lab.config import Execution, Run, Training
 from explicit_dropout.lab.store import Store
 
@@ -35,12 +38,14 @@ def known(runs: Iterable[Run], store: Store, device: str) -> dict[Run, float]:
     """Seconds per epoch by shape, of those shapes of which the store has a run that was trained on such a device."""
     wanted = {shape(run) for run in runs}
     found: dict[Run, list[float]] = {}
-    for folder in store.folders():
+    for folder in store.folders(problems=[]):  # bad folders of others are no concern here; a sweep names its own
         kind = shape(folder.run)
-        if kind not in wanted or not folder.finished or (folder.environment() or {}).get("device") != device:
+        if kind not in wanted:
             continue
-        summary = folder.summary()
-        found.setdefault(kind, []).append(summary["timing"]["seconds"] / max(summary["epochs"], 1))
+        with suppress(StoreError):
+            if folder.finished and (folder.environment() or {}).get("device") == device:
+                summary = folder.summary()
+                found.setdefault(kind, []).append(summary["timing"]["seconds"] / max(summary["epochs"], 1))
     return {kind: median(seconds) for kind, seconds in found.items()}
 
 
@@ -71,7 +76,13 @@ def probe(run: Run, execution: Execution) -> float:
 
 
 def epochs_left(run: Run, store: Store) -> int:
-    return max(0, run.training.epochs - len(store.folder(run).metrics()))
+    """All of them, with a warning, where the metrics so far cannot be read: such a run starts anew."""
+    try:
+        done = len(store.folder(run).metrics())
+    except StoreError as problem:
+        warnings.warn(str(problem), RuntimeWarning, stacklevel=2)
+        done = 0
+    return max(0, run.training.epochs - done)
 
 
 def device_name(execution: Execution) -> str:

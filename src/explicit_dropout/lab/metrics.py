@@ -13,7 +13,11 @@ from explicit_dropout.errors import InputError
 
 
 def task_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy, in float32 at least, with class indices or with distributions over the classes."""
+    """Mean cross-entropy −Σ_c y_c log p_c, in float32 at least, of class indices or of weights y for the classes.
+
+    Weights are taken as they are: an example of several classes (multi-hot) counts once for each of them, and one of
+    none not at all. Label smoothing is made for weights that sum to one.
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(
         logits, targets.to(logits.dtype) if targets.is_floating_point() else targets, label_smoothing=label_smoothing
@@ -35,7 +39,7 @@ def accuracy(logits: Tensor, targets: Tensor) -> float:
 
 
 def loss(logits: Tensor, targets: Tensor) -> float:
-    """Mean negative log-likelihood of the classes, no smoothing."""
+    """Mean negative log-likelihood of the classes, no smoothing; summed over the classes of an example with several."""
     _check(logits, targets)
     return task_loss(logits.double(), targets).item()
 

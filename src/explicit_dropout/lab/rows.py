@@ -95,7 +95,8 @@ def paper_questions(**settings: Any) -> tuple[Question, ...]:
             tuple((row, "none+none") for row in (BASELINE, "drop_key+implicit")),
         ),
         Question(
-            "Are the rows of queries and keys the same under `paper`, as the algebra says?",
+            "Are the rows of queries and keys the same under `paper`? By the algebra they are without biases (Table "
+            "3's model has none), and only nearly so with them.",
             ((explicit["explicit_q+explicit"], explicit["explicit_k+explicit"]),),
             same_settings=True,
         ),

@@ -30,6 +30,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.experiment import Experiment
+from explicit_dropout.lab.store import SPREAD
 
 LEVEL = 0.95
 
@@ -98,6 +99,8 @@ class Configuration:
 
     def estimate(self, part: str, name: str) -> Estimate:
         """A number of the summaries, such as ("test", "loss"), over the repetitions that have a finite one."""
+        if part == "train" and self.withholds_training:
+            return Estimate()
         values = (_number(result.summary, part, name) for result in self.results)
         return Estimate(tuple(value for value in values if value is not None))
 
@@ -109,8 +112,21 @@ class Configuration:
     def test(self) -> Estimate:
         return self.estimate("test", self.metric)
 
+    @property
+    def spread(self) -> bool:
+        """Whether the training examples that were scored are spread over the split: in older runs the first were."""
+        scored = (result.summary for result in self.results if result.summary.get("train"))
+        return all(summary.get("train_examples") == SPREAD for summary in scored)
+
+    @property
+    def withholds_training(self) -> bool:
+        """Whether training scores are left out: the first examples may lack classes that the metric is a mean over."""
+        return self.metric != "accuracy" and not self.spread
+
     def gap(self, name: str) -> Estimate:
         """Training minus test (test minus training for a loss), run by run."""
+        if self.withholds_training:
+            return Estimate()
         sign = -1 if name == "loss" else 1
         pairs = ((_number(r.summary, "train", name), _number(r.summary, "test", name)) for r in self.results)
         return Estimate(tuple(sign * (a - b) for a, b in pairs if a is not None and b is not None))
@@ -258,7 +274,7 @@ def select(configurations: Sequence[Configuration]) -> Configuration | None:
     if most == 0:
         return None
     candidates = [c for c in configurations if c.validation.n == most]
-    return max(candidates, key=lambda c: c.validation.mean or 0.0)  # the first of equals
+    return max(candidates, key=lambda c: round(c.validation.mean or 0.0, 9))  # the first of equals, but for rounding
 
 
 def compare(rows: Sequence[Row], baseline: str) -> list[Row]:

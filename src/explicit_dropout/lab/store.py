@@ -31,6 +31,10 @@ PATIENCE = 0.2
 FORMAT = 1
 """Written into every config.json and summary.json, and refused if it is another."""
 
+SPREAD = "spread"
+"""`train_examples` of a summary: its training scores are of examples spread evenly over the split. Those of a summary
+that does not say so are of the first examples."""
+
 Status = Literal["finished", "running", "resumable", "failed", "new"]
 
 
@@ -46,13 +50,22 @@ class Store:
         folder.check()
         return folder
 
-    def folders(self) -> Iterator[RunFolder]:
-        """Every folder of the store that has a configuration, ordered by name."""
+    def folders(self, problems: list[str] | None = None) -> Iterator[RunFolder]:
+        """Every folder of the store that has a configuration, ordered by name.
+
+        One that cannot be used is an error, or, where there is a list for them, a line in `problems`.
+        """
         runs = self.root / "runs"
         names = sorted(entry.name for entry in os.scandir(runs) if entry.is_dir()) if runs.is_dir() else []
         for name in names:
             path = runs / name
-            written = None if name.startswith(".") else _read_config(path)
+            try:
+                written = None if name.startswith(".") else _read_config(path)
+            except StoreError as error:
+                if problems is None:
+                    raise
+                problems.append(str(error))
+                continue
             if written is not None:
                 yield RunFolder(path, written)
 
@@ -176,6 +189,11 @@ class RunFolder:
         """Of the data that the run has seen, if its environment says so."""
         return fingerprint_in(self.environment())
 
+    @property
+    def division(self) -> str | None:
+        """Of these data into training, validation and test examples, if its environment says so."""
+        return division_in(self.environment())
+
     # ------------------------------------------------------------------------------------------ epochs
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
@@ -200,7 +218,10 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return []
-        *whole, _torn = path.read_bytes().split(b"\n")
+        try:
+            *whole, _torn = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(whole, start=1):
             try:
@@ -315,9 +336,18 @@ class RunFolder:
 
 def fingerprint_in(environment: Mapping[str, Any] | None) -> str | None:
     """The fingerprint of the data in an environment.json."""
+    return _of_dataset(environment, "fingerprint")
+
+
+def division_in(environment: Mapping[str, Any] | None) -> str | None:
+    """The digest of which example is in which part in an environment.json; runs of early versions have none."""
+    return _of_dataset(environment, "division")
+
+
+def _of_dataset(environment: Mapping[str, Any] | None, name: str) -> str | None:
     dataset = (environment or {}).get("dataset")
-    found = dataset.get("fingerprint") if isinstance(dataset, Mapping) else None
-    return None if found is None else str(found)
+    found = dataset.get(name) if isinstance(dataset, Mapping) else None
+    return str(found) if found else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from explicit_dropout.errors import ExplicitDropoutError, InputError, StoreError
 from explicit_dropout.lab.config import Data, Execution, Run
-from explicit_dropout.lab.data import fingerprint
+from explicit_dropout.lab.data import examples
 from explicit_dropout.lab.engines import Engine, Event, OnEvent
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.store import Status, Store
@@ -137,29 +137,50 @@ def plan(runs: Sequence[Run], store: Store) -> Plan:
 def check_data(experiments: Sequence[Experiment], store: Store, execution: Execution) -> None:
     """Refuse to put runs beside finished ones of their experiments that have seen other data under the same name.
 
-    Data that are not here, or cannot be read, are left to the runs, which may be carried out elsewhere.
+    Other data are other examples, or the same ones otherwise divided. Data that are not here, or cannot be read, are
+    left to the runs, which may be carried out elsewhere.
     """
-    finished: dict[Data, list[tuple[Run, str]]] = {}
+    contents: Seen = {}
+    divisions: Seen = {}
     for run in select(experiments):
         folder = store.folder(run)
-        if folder.finished and (seen := folder.fingerprint) is not None:
-            finished.setdefault(run.data.material, []).append((run, seen))
-    for material, runs in finished.items():
+        if folder.finished:
+            for found, data, seen in (
+                (contents, run.data.material, folder.fingerprint), (divisions, run.data.divided, folder.division),
+            ):  # fmt: skip
+                if seen is not None:
+                    found.setdefault(data, []).append((run, seen))
+    for data, runs in contents.items():
         try:
-            at_hand = fingerprint(material, execution.data_root)
+            at_hand = examples(data, execution.data_root)
         except (ExplicitDropoutError, OSError):
             continue
-        others = [(run, seen) for run, seen in runs if seen != at_hand]
-        if others:
-            raise StoreError(_other_data(material, others, at_hand, store))
+        _compare(data, runs, at_hand.fingerprint, "fingerprint", store)
+        for divided in (found for found in divisions if found.material == data):
+            try:
+                division = at_hand.division(divided)
+            except ExplicitDropoutError:
+                continue
+            _compare(divided, divisions[divided], division, "division", store)
 
 
-def _other_data(material: Data, others: Sequence[tuple[Run, str]], at_hand: str, store: Store) -> str:
+Seen = dict[Data, list[tuple[Run, str]]]
+"""Runs by their data, each with the digest of what it has seen."""
+
+
+def _compare(data: Data, runs: Sequence[tuple[Run, str]], at_hand: str, kind: str, store: Store) -> None:
+    others = [(run, seen) for run, seen in runs if seen != at_hand]
+    if others:
+        raise StoreError(_other_data(data, others, at_hand, kind, store))
+
+
+def _other_data(data: Data, others: Sequence[tuple[Run, str]], at_hand: str, kind: str, store: Store) -> str:
     count = f"{len(others)} finished runs have" if len(others) > 1 else "a finished run has"
-    lines = [f"{count} seen other data than those at hand under the name {material.words}, fingerprint {at_hand[:12]}:"]
+    what = "other data than those" if kind == "fingerprint" else "another division into parts than that of the data"
+    lines = [f"{count} seen {what} at hand under the name {data.words}, {kind} {at_hand[:12]}:"]
     for run, seen in others[:NAMED]:
         split = f", split {run.data.split}" if run.data.split else ""
-        lines.append(f"  {run.key}  {run.row}, seed {run.seed}{split}: fingerprint {seen[:12]}")
+        lines.append(f"  {run.key}  {run.row}, seed {run.seed}{split}: {kind} {seen[:12]}")
     if len(others) > NAMED:
         lines.append(f"  and {len(others) - NAMED} more")
     lines.append(

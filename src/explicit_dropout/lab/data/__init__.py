@@ -1,6 +1,6 @@
 """Datasets: read from their official files, divided by a seed, handed out as batches on the device."""
 
-from explicit_dropout.lab.data.catalogue import SOURCES, Source, data_root, fingerprint, load, missing, source
+from explicit_dropout.lab.data.catalogue import SOURCES, Source, data_root, examples, fingerprint, load, missing, source
 from explicit_dropout.lab.data.dataset import Dataset, ImageSplit, SequenceSplit, Split, WindowSplit
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Split",
     "WindowSplit",
     "data_root",
+    "examples",
     "fingerprint",
     "load",
     "missing",

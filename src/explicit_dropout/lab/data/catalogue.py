@@ -61,15 +61,16 @@ def load(data: config.Data | str = "digits", root: Path | str | None = None) -> 
         root: the folder of the datasets; None for $EXPLICIT_DROPOUT_DATA, or `data`.
     """
     settings = config.Data(name=data) if isinstance(data, str) else data
-    return _read(settings, root).divide(settings)
+    return examples(settings, root).divide(settings)
 
 
 def fingerprint(data: config.Data, root: Path | str | None = None) -> str:
     """That of the examples at hand, which no split or subset changes."""
-    return _read(data, root).fingerprint
+    return examples(data, root).fingerprint
 
 
-def _read(settings: config.Data, root: Path | str | None) -> Material:
+def examples(settings: config.Data, root: Path | str | None = None) -> Material:
+    """All examples at hand, not yet divided."""
     found, folder = source(settings.name), data_root(root)
     if settings.folder is not None and not found.asks_folder:
         raise InputError(

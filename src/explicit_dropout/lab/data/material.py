@@ -189,9 +189,7 @@ class Material:
 
     def divide(self, data: config.Data) -> Dataset:
         """The splits that the settings ask for."""
-        train, validation, test = self._rows(data)
-        if data.examples is not None:
-            train = self._kept(train, data)
+        train, validation, test = rows = self._rows(data)
         statistics = self.content.statistics(train)
         labels = torch.from_numpy(self.labels.astype(np.int64 if self.labels.ndim == 1 else np.float32))
         training_labels = self._noisy(labels[train], data)
@@ -203,13 +201,17 @@ class Material:
             test=self.content.split(test, labels[test], statistics),
             shape=tuple(self.content.shape),
             fingerprint=(fingerprint := self.fingerprint),
-            division=hashlib.sha256(b"|".join(rows.tobytes() for rows in (train, validation, test))).hexdigest(),
+            division=_digest(rows),
             metric=self.metric,
             sources=self.sources,
             background=self.background,
             notes=self.notes,
             official=None if self.published is None else fingerprint == self.published,
         )
+
+    def division(self, data: config.Data) -> str:
+        """SHA-256 of which example is in which part under these settings."""
+        return _digest(self._rows(data))
 
     def _rows(self, data: config.Data) -> tuple[Integers, Integers, Integers]:
         roles = np.full(len(self.content), FREE, dtype=np.int8) if self.roles is None else self.roles.copy()
@@ -229,7 +231,8 @@ class Material:
             if not len(rows):
                 where = ", ".join(self.sources) or self.name
                 raise DataError(f"{where}: no {part} examples are left of {len(self.content)}; more are needed.")
-        return found[0], found[1], found[2]
+        train = found[0] if data.examples is None else self._kept(found[0], data)
+        return train, found[1], found[2]
 
     def _chosen(self, at_hand: NDArray[np.bool_], share: float, seed: int, purpose: str) -> Integers:
         rows = np.flatnonzero(at_hand)
@@ -262,6 +265,10 @@ class Material:
         return torch.where(
             chosen[:, None], torch.nn.functional.one_hot(new, len(self.classes)).to(labels.dtype), labels
         )
+
+
+def _digest(rows: tuple[Integers, ...]) -> str:
+    return hashlib.sha256(b"|".join(part.tobytes() for part in rows)).hexdigest()
 
 
 def duplicates(examples: NDArray[Any]) -> Integers:

@@ -35,17 +35,22 @@ FINGERPRINT = "data_fingerprint"
 
 @dataclass(frozen=True)
 class Report:
-    """Experiments as far as a store has them. `others` counts the runs of the store that belong to none of them."""
+    """Experiments as far as a store has them.
+
+    `others` counts the runs of the store that belong to none of them. `problems` has the folders that could not be read
+    and that no experiment names; those of an experiment are among its failed runs.
+    """
 
     parts: tuple[Part, ...]
     store: str
     others: int = 0
+    problems: tuple[str, ...] = ()
 
     def html(self, live: Live | None = None) -> str:
-        return page.render(self.parts, self.store, self.others, live)
+        return page.render(self.parts, self.store, self.others, live, self.problems)
 
     def markdown(self) -> str:
-        sections = []
+        sections = [f"**{formats.prose(problem)}**\n" for problem in self.problems]
         for part in self.parts:
             experiment = part.experiment
             lines = [f"# {formats.prose(experiment.title)}", ""]
@@ -101,12 +106,13 @@ def build(store: Store, experiments: Sequence[tuple[Experiment, str | None]] = (
         experiments: with the files that describe them; none for all runs of the store, grouped as they fit together.
         name: how commands in the report call the store; its own path if None.
     """
-    listed = list(experiments) or [(experiment, None) for experiment in found(store)]
+    problems: list[str] = []
+    listed = list(experiments) or [(experiment, None) for experiment in found(store, problems)]
     parts = tuple(read(store, experiment, source) for experiment, source in listed)
     known = {run.key for experiment, _ in listed for run in experiment.runs}
     runs = store.root / "runs"
     folders = {entry.name for entry in os.scandir(runs) if entry.is_dir()} if runs.is_dir() else set()
-    return Report(parts, str(store.root) if name is None else name, len(folders - known))
+    return Report(parts, str(store.root) if name is None else name, len(folders - known), tuple(problems))
 
 
 def write_report(report: Report, folder: str | Path) -> list[Path]:

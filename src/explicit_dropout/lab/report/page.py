@@ -19,7 +19,7 @@ from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.report import commands
 from explicit_dropout.lab.report.answers import answers
 from explicit_dropout.lab.report.curves import DEPTHS, penalty_curves, row_curves, spark
-from explicit_dropout.lab.report.datasets import datasets, warnings
+from explicit_dropout.lab.report.datasets import datasets, divisions, warnings
 from explicit_dropout.lab.report.forest import forest, verdict
 from explicit_dropout.lab.report.heatmaps import views
 from explicit_dropout.lab.report.reading import Part, Record, made
@@ -45,7 +45,9 @@ class Live:
     clock: str
 
 
-def render(parts: Sequence[Part], store: str, others: int = 0, live: Live | None = None) -> str:
+def render(
+    parts: Sequence[Part], store: str, others: int = 0, live: Live | None = None, problems: Sequence[str] = ()
+) -> str:
     """The whole page. The same runs give the same bytes."""
     return _environment().get_template("report.html").render(
         parts=[part_view(part, f"e{number}", store) for number, part in enumerate(parts, start=1)],
@@ -56,6 +58,8 @@ def render(parts: Sequence[Part], store: str, others: int = 0, live: Live | None
         version=__version__,
         settings=environment_table(parts),
         datasets=datasets(parts),
+        divisions=divisions(parts),
+        problems=problems,
         report_command=commands.report(parts, store),
         depths=range(DEPTHS),
     )  # fmt: skip

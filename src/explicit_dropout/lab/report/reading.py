@@ -6,39 +6,18 @@ Reading takes no lock, so that a report can be made, and watched, while a sweep 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from explicit_dropout.errors import InputError, StoreError
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.statistics import Analysis, Result, analyse
-from explicit_dropout.lab.store import RunFolder, Store
+from explicit_dropout.lab.store import Store
 
 State = Literal["finished", "begun", "failed", "new"]
-
-
-class Metrics(Sequence[Mapping[str, Any]]):
-    """The lines of metrics.jsonl, read when the first is asked for: of a thousand runs, few are drawn as curves."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    @cached_property
-    def _lines(self) -> list[dict[str, Any]]:
-        return self._folder.metrics()
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        return self._lines[index]
 
 
 @dataclass(frozen=True)
@@ -77,15 +56,21 @@ def read(store: Store, experiment: Experiment, source: str | None = None) -> Par
     return Part(analyse(experiment, results, failed, begun), records, source)
 
 
-def found(store: Store) -> list[Experiment]:
-    """The runs of a store as experiments: those with the same data, model and way of training form a table."""
+def found(store: Store, problems: list[str] | None = None) -> list[Experiment]:
+    """The runs of a store as experiments: those with the same data, model and way of training form a table.
+
+    A folder that does not say which run it is becomes a line in `problems`, or an error if there is no such list.
+    """
     groups: dict[Run, list[Run]] = {}
     metrics: dict[Run, Any] = {}
-    for folder in store.folders():
+    for folder in store.folders(problems):
         setting = _setting(folder.run)
         groups.setdefault(setting, []).append(folder.run)
         if setting not in metrics and folder.finished:
-            metrics[setting] = folder.summary().get("metric")
+            with suppress(StoreError, OSError):  # it is read again, and told of, as a record
+                metrics[setting] = folder.summary().get("metric")
+    if not groups and problems:
+        raise StoreError("\n".join(problems))
     if not groups:
         raise InputError("store", "a folder with runs", f"{store.root}, which has none")
     experiments = []
@@ -109,7 +94,7 @@ def found(store: Store) -> list[Experiment]:
 def _record(store: Store, run: Run) -> Record:
     try:
         folder = store.folder(run)
-        metrics = Metrics(folder)
+        metrics = folder.metrics()
         if folder.finished:
             return Record(run, "finished", metrics, folder.summary(), folder.environment())
         if not folder.path.is_dir():
@@ -117,8 +102,8 @@ def _record(store: Store, run: Run) -> Record:
         error = folder.path / "error.txt"
         if error.exists() and _written(error) >= _written(folder.path / "metrics.jsonl"):
             return Record(run, "failed", metrics, None, folder.environment(), error.read_text(errors="replace"))
-        return Record(run, "begun", metrics if len(metrics) else (), None, folder.environment())
-    except StoreError as problem:  # one bad folder must not hide the others, nor be hidden
+        return Record(run, "begun", metrics, None, folder.environment())
+    except (StoreError, OSError) as problem:  # one bad folder must not hide the others, nor be hidden
         return Record(run, "failed", error=str(problem))
 
 

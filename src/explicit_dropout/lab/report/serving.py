@@ -57,7 +57,7 @@ def state_of(root: Path) -> str:
         for name in ("summary.json", "metrics.jsonl", "error.txt"):
             try:
                 status = os.stat(os.path.join(folder.path, name))
-            except FileNotFoundError:
+            except OSError:  # not there, or not for us to look at: the report says so
                 continue
             digest.update(f"{folder.name}/{name} {status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]

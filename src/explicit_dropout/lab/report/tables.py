@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, Row, analyse, differences
+from explicit_dropout.lab.store import SPREAD
 
 MISSING = "–"
 METRICS = {"accuracy": "accuracy", "mean_average_precision": "mAP"}
@@ -132,6 +133,7 @@ def diagnostics_table(analysis: Analysis) -> Table:
     """Fit, generalisation gap, likelihood, calibration and cost of the chosen configurations; only what is there."""
     metric = METRICS[analysis.experiment.metric]
     rows = []
+    shown = [row.chosen for row in analysis.rows if row.chosen is not None]
     for row in analysis.rows:
         if row.chosen is None:
             continue
@@ -141,16 +143,36 @@ def diagnostics_table(analysis: Analysis) -> Table:
             cells[key] = measured(estimate) if is_percent else plain(estimate)
         rows.append(cells)
     filled = {key for row in rows for key, text in row.items() if text != MISSING}
+    if any(c.withholds_training for c in shown):
+        filled |= {key for key, _, part, *_ in DIAGNOSTICS if part in ("train", "gap")}
     columns = [Column(key, title.format(metric=metric)) for key, title, *_ in DIAGNOSTICS if key in filled]
     return Table(
         f"{analysis.experiment.name}_diagnostics",
         f"{analysis.experiment.title}: fit, calibration and cost",
-        "The same runs: mean ± sd. Training numbers are of the first 10 000 training examples at most, without "
-        "augmentation. The gap is training minus test, in percentage points; losses are mean negative "
-        "log-likelihoods; the calibration error is in %.",
+        f"The same runs: mean ± sd. {_training_examples(shown)} The gap is training minus test, in percentage points; "
+        "losses are mean negative log-likelihoods; the calibration error is in %.",
         (Column("row", "row", number=False), *columns, Column("n", "n")),
         tuple(rows) if columns else (),
     )
+
+
+def _training_examples(shown: Sequence[Configuration]) -> str:
+    """Which training examples the training numbers are of, and why some are left out."""
+    told = [c for c in shown if not c.withholds_training]
+    spread = {result.summary.get("train_examples") == SPREAD for c in told for result in c.results}
+    which = "the first 10 000 training examples at most"
+    if True in spread:
+        which = "10 000 training examples at most, spread evenly" + (
+            " or, in older runs, the first" * (False in spread)
+        )
+    said = f"Training numbers are of {which}, without augmentation."
+    if len(told) == len(shown):
+        return said
+    why = (
+        "Training numbers and gaps are left out (–) where runs have scored the first 10 000 training examples, in the "
+        "order of the files: these may lack classes that the test has."
+    )
+    return f"{said} {why}" if told else why
 
 
 def diagnostic(configuration: Configuration, part: str, name: str | None) -> Estimate:

@@ -12,18 +12,30 @@ from explicit_dropout.lab.data import Dataset, Split
 
 EVALUATION_BATCH = 1024
 
+TRAINING_EXAMPLES_SCORED = 10_000
+"""At most so many training examples are scored at the end, for the generalisation gap."""
+
 
 @torch.no_grad()
 def predictions(
     predict: Callable[[Tensor], Tensor], split: Split, examples: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits (float32) and targets of the first so many examples, or all, in order."""
+    """Logits (float32) and targets of so many examples, spread evenly over the split, or of all, in order."""
     logits, targets = [], []
-    for index in torch.split(torch.arange(len(split), device=split.device)[:examples], EVALUATION_BATCH):
+    for index in torch.split(spread(len(split), examples).to(split.device), EVALUATION_BATCH):
         x, y = split.batch(index)
         logits.append(predict(x).float())
         targets.append(y)
     return torch.cat(logits), torch.cat(targets)
+
+
+def spread(n: int, most: int | None = None) -> Tensor:
+    """Numbers of at most so many of n examples: i n / m for i < m, rounded down.
+
+    The first ones would not do: examples may lie in the order of their classes, or of the videos that they are from.
+    """
+    m = n if most is None else min(n, most)
+    return torch.arange(m) * n // max(m, 1)
 
 
 def scores(dataset: Dataset, logits: Tensor, targets: Tensor) -> dict[str, float | None]:

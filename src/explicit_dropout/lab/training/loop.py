@@ -18,16 +18,13 @@ from explicit_dropout.lab.models import Transformer
 from explicit_dropout.lab.store import RunFolder
 from explicit_dropout.lab.training.batches import batches, steps_per_epoch
 from explicit_dropout.lab.training.environment import environment, prepare
-from explicit_dropout.lab.training.evaluation import predictions, scores
+from explicit_dropout.lab.training.evaluation import TRAINING_EXAMPLES_SCORED, predictions, scores
 from explicit_dropout.lab.training.processes import Place, processes
 from explicit_dropout.lab.training.randomness import mixed
 from explicit_dropout.lab.training.record import Record, cpu_copy, load_optimiser
 from explicit_dropout.lab.training.schedule import learning_rate
 from explicit_dropout.lab.training.step import Step
 from explicit_dropout.lab.training.watching import TensorBoard, Watch, Watches
-
-TRAINING_EXAMPLES_SCORED = 10_000
-"""At most so many training examples are scored at the end, for the generalisation gap."""
 
 
 def train(

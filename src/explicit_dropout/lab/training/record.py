@@ -13,7 +13,7 @@ from torch import Tensor
 from explicit_dropout.errors import StoreError
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.data import Dataset
-from explicit_dropout.lab.store import RunFolder
+from explicit_dropout.lab.store import SPREAD, RunFolder
 
 Weights = dict[str, Tensor]
 
@@ -119,6 +119,7 @@ class Record:
             "validation": dict(validation),
             "test": dict(test),
             "train": dict(train),
+            "train_examples": SPREAD,
             "epochs": self.epochs_done,
             "selected_epoch": self.best_epoch or self.epochs_done,
             "diverged": self.diverged,

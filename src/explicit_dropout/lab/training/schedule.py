@@ -11,7 +11,8 @@ def learning_rate(training: Training, step: int, steps_per_epoch: int) -> float:
     """The learning rate of the step of this number, counted from 0.
 
     A linear warm-up over `warm_up_epochs` comes first: step s of w has (s + 1)/w of the full rate. Then half a cosine
-    wave falls to `final_learning_rate` at the last step, or the rate is divided by ten after every epoch, or it stays.
+    wave falls towards `final_learning_rate`, which it would reach one step after the last; or the rate is divided by
+    ten after every epoch; or it stays.
     """
     warm_up = round(training.warm_up_epochs * steps_per_epoch)
     if step < warm_up:

@@ -22,8 +22,8 @@ from explicit_dropout.lab.data import Dataset, Split
 from explicit_dropout.lab.store import RunFolder
 from explicit_dropout.lab.training.batches import batches, steps_per_epoch
 from explicit_dropout.lab.training.environment import environment
-from explicit_dropout.lab.training.evaluation import EVALUATION_BATCH, predictions, scores
-from explicit_dropout.lab.training.loop import TRAINING_EXAMPLES_SCORED, build, number_of_parameters
+from explicit_dropout.lab.training.evaluation import EVALUATION_BATCH, TRAINING_EXAMPLES_SCORED, predictions, scores
+from explicit_dropout.lab.training.loop import build, number_of_parameters
 from explicit_dropout.lab.training.optimisers import optimiser, weight_decay
 from explicit_dropout.lab.training.randomness import generator
 from explicit_dropout.lab.training.record import Record, Weights, cpu_copy
