@@ -52,14 +52,23 @@ BEYOND = """## Everything else
 
 - Any other attention of timm, transformers, vit-pytorch or x-transformers: linear layers under the usual names are
   found (`value` with separate projections, `feed_forward`), and whatever depends on what happens between them is
-  refused until a rule describes it (`xd.register_rule`). That holds for subclasses with a `forward` of their own, too.
+  refused until a rule describes it (`xd.register_rule`). That holds for subclasses with a `forward` of their own, too;
+  of `nn.MultiheadAttention`, which calls no layer, all of attention is refused then.
 - Names of transformers 4 (`attention.attention.query` of ViT, DeiT and AST) are usual names as those of 5
   (`attention.q_proj`) are.
 - Keys from a cache or a prefix (`past_key_values`), masks of flex attention and sliding windows inside flash attention
   are refused when the model runs.
+- Attention of Swin is refused in blocks whose windows do not divide their patches: what fills them up would count. A
+  block tells by its `input_resolution`; images of another size than the model was built for are not noticed.
+- Experts that are modules of their own (a list or dictionary that is named for them, as in Switch Transformers) are
+  refused for `feed_forward` as packed ones are: each sees other tokens at every step.
 - Layers of your own under the usual names are taken at their word: plain attention, causal if `is_causal`, `causal` or
   the class name says so. What shows that they are not is refused until a rule explains it: a mask or a bias in the
   call, normalised queries, a rotary embedding, a mask that the module keeps, a `scale` that is a tensor or over 1.
+  Normalisations are told by a q, k or v in their names or by being as wide as a head, rotary embeddings by the name of
+  an argument, attribute or class. One layer that is called for two of query, key and value is refused, too.
+- A feed-forward network is told by the usual names of two of its layers. Any linear layer beside them that has the
+  shape of the first is a part of it, whatever its name: a gate.
 - An `nn.Sequential` of two linear layers around an activation is a feed-forward network, too, if it gives back the
   width that it takes and stands beside attention; dropout anywhere and a normalisation before it do not matter. By
   whatever names, networks that change the width, make position biases or stand inside attention are none.

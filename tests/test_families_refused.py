@@ -56,6 +56,42 @@ def test_keys_that_multihead_attention_appends_are_refused(option: str) -> None:
     check(model, ((x, x, x), {}), {**scores("append"), **attended("append")}, COMPONENTS[:5])
 
 
+class Bare(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False)[0].tanh()
+
+
+class Kept(nn.MultiheadAttention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(query.roll(1, 1), key, value, **options)
+
+
+class Named(nn.MultiheadAttention):
+    pass
+
+
+def test_a_subclass_of_multihead_attention_with_a_forward_of_its_own_is_not_guessed_at() -> None:
+    x = numbers(2, 7, 32).float()
+    for kind, args in ((Bare, (x,)), (Kept, (x, x, x))):
+        reason = ("every law", f"no rule says what the forward of {kind.__name__} does.*register_rule")
+        check(kind(32, 4, batch_first=True), (args, {}), dict.fromkeys(COMPONENTS[:5], reason), COMPONENTS[:5])
+    check(Named(32, 4, batch_first=True), ((x, x, x), {}), {}, COMPONENTS[:5])
+
+
+def test_an_encoder_layer_with_a_forward_of_its_own_keeps_its_linear_layers() -> None:
+    class Layer(nn.TransformerEncoderLayer):
+        def __init__(self) -> None:
+            super().__init__(32, 4, 64, batch_first=True)
+            self.self_attn = Bare(32, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            x = x + self.self_attn(x)
+            return x + self._ff_block(x)
+
+    x = numbers(2, 7, 32).float()
+    check(nn.Sequential(Layer()), ((x,), {}), dict.fromkeys(COMPONENTS[:5], ("every law", "Bare")))
+
+
 # ---------------------------------------------------------------------------------------------- timm
 
 
@@ -85,6 +121,25 @@ def test_swin_with_the_fused_kernel_tells_how_to_get_its_weights() -> None:
     check(model, picture(), attended("fused_attn = False", "variance"))
 
 
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
+def test_windows_that_swin_pads_are_refused(name: str) -> None:
+    depth = 2 if name.startswith("swin_") else 1  # shifted windows of Swin V2 cannot be padded
+    options = {"img_size": 40, "embed_dim": 24, "depths": (depth,), "num_heads": (2,), "window_size": 4}
+    model = timm_model(name, **options)
+    reason = ("every law", "its 10 × 10 patches are padded to whole windows of 4 × 4.*img_size")
+    call = (numbers(2, 3, 40, 40).float(),), {}
+    check(model, call, dict.fromkeys(COMPONENTS[:5], reason))
+    model.set_input_size((32, 32), window_size=(4, 4))
+    assert not any(site.source.described.refused for site in xd.find_sites(model) if site.component == "value")
+
+
+def test_a_latent_that_is_the_query_itself_is_refused() -> None:
+    from timm.layers import AttentionPoolLatent
+
+    model = AttentionPoolLatent(32, num_heads=4, q_proj=False)
+    check(model, ((numbers(2, 7, 32).float(),), {}), {**scores("latent"), **attended("latent")})
+
+
 def test_a_subclass_of_timm_attention_with_a_forward_of_its_own_is_not_guessed_at() -> None:
     from timm.layers.attention import Attention
 
@@ -111,6 +166,20 @@ def test_what_families_of_transformers_do_to_scores_is_refused_by_name(name: str
     build, refused = HUGGING_FACE[name]
     torch.manual_seed(0)
     check(build(), uncached_text(), refused)
+
+
+def test_experts_that_are_modules_are_refused_and_other_layers_are_not() -> None:
+    model = hf_model(
+        "SwitchTransformers", model="SwitchTransformersEncoderModel", d_model=32, d_kv=8, d_ff=64, num_layers=2,
+        num_sparse_encoder_layers=1, num_heads=4, num_experts=4, vocab_size=50, implementation="eager",
+    ).train()  # fmt: skip
+    call = (), {"input_ids": IDS}
+    with pytest.raises(xd.UnsupportedSiteError, match=r"mlp\.experts:feed_forward: its experts see different tokens"):
+        attempt(model, call, xd.paper(0.3), "feed_forward")
+    dense = next(s.layer for s in xd.find_sites(model) if s.component == "feed_forward" and "experts" not in s.path)
+    with xd.ExplicitDropout(model, xd.paper(0.3), feed_forward={dense: 1.0}) as reg:
+        model(**call[1])
+        assert reg() > 0
 
 
 def test_a_bert_with_relative_positions_in_its_scores_would_be_refused() -> None:
@@ -210,6 +279,138 @@ def test_names_that_tell_of_norms_or_rotations_are_heeded() -> None:
     check(Own(q_norm=nn.LayerNorm(8)), ((X,), {}), {**scores("q_norm"), **WEIGHTS}, own)
     check(Own(rotary_emb=nn.Identity()), ((X,), {}), {**scores("rotary"), **WEIGHTS}, own)
     check(Turned(), ((X, X), {}), {**scores("rotary"), **WEIGHTS}, own)
+
+
+class RotaryEmbedding(nn.Module):
+    pass
+
+
+class VisionRoPE(nn.Module):
+    pass
+
+
+class DropEdge(nn.Module):
+    pass
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"pos_emb": RotaryEmbedding()}, {"positions": VisionRoPE()}, {"positions": nn.ModuleList([RotaryEmbedding()])}],
+    ids=["child", "abbreviated", "grandchild"],
+)
+def test_classes_that_tell_of_rotations_are_heeded(extra: dict[str, nn.Module]) -> None:
+    check(Own(**extra), ((X,), {}), {**scores("rotary embeddings"), **WEIGHTS}, COMPONENTS[:5])
+
+
+@pytest.mark.parametrize("name", ["cos_cached", "sin_cached", "inv_freq", "cos"])
+def test_angles_that_are_kept_tell_of_rotations(name: str) -> None:
+    for persistent in (True, False):
+        model = Own()
+        model.register_buffer(name, torch.ones(7, 8), persistent=persistent)
+        check(model, ((X,), {}), {**scores(name), **WEIGHTS}, COMPONENTS[:5])
+
+
+@pytest.mark.parametrize("name", ["ln_q", "ln_k", "q_ln", "rms_q", "layernorm_q", "qk_q", "qnorm", "query_rms"])
+def test_norms_that_are_named_for_queries_or_keys_are_heeded(name: str) -> None:
+    for norm in (nn.LayerNorm(32), RMSNorm(32)):
+        check(Own(**{name: norm}), ((X,), {}), {**scores(f"{name} .*normalises"), **WEIGHTS}, COMPONENTS[:5])
+
+
+def test_norms_as_wide_as_a_head_are_heeded() -> None:
+    for norm in (nn.LayerNorm(8), nn.RMSNorm(8, elementwise_affine=False), RMSNorm(8)):
+        check(Own(inner=norm), ((X,), {}), {**scores("inner .*as wide as a head"), **WEIGHTS}, COMPONENTS[:5])
+    named = Own(norms=nn.ModuleDict({"q": RMSNorm(8), "k": RMSNorm(8)}))
+    check(named, ((X,), {}), {**scores("norms.q"), **WEIGHTS}, COMPONENTS[:5])
+
+
+def test_norms_that_are_named_for_values_are_heeded() -> None:
+    for name in ("v_norm", "ln_v", "value_norm"):
+        check(Own(**{name: nn.LayerNorm(8)}), ((X,), {}), attended(f"{name} .*normalises values"), COMPONENTS[:5])
+
+
+def test_what_is_neither_norm_of_heads_nor_rotation_is_not_refused() -> None:
+    for extra in ({"norm": nn.LayerNorm(32)}, {"drop": DropEdge()}, {"q_drop": nn.Dropout(0.1)}):
+        check(Own(**extra), ((X,), {}), WEIGHTS, COMPONENTS[:5])
+    one = Own(norm=nn.LayerNorm(32))
+    one.num_heads = 1  # a head is as wide as everything else: no sign
+    assert xd.find_sites(one)[0].source.described.obstacle is None
+
+
+@pytest.mark.parametrize("pair", [("k_proj", "v_proj"), ("q_proj", "v_proj"), ("q_proj", "k_proj")])
+def test_one_layer_that_is_called_twice_is_refused(pair: tuple[str, str]) -> None:
+    model = Own()
+    setattr(model, pair[1], getattr(model, pair[0]))
+    reason = f"{pair[0]} and {pair[1]} are one layer.*two layers may have the same weight.*register_rule"
+    refused: Refused = {**scores(reason), **WEIGHTS}
+    if "v_proj" in pair:
+        refused = dict.fromkeys(COMPONENTS[:5], ("every law", reason))
+    check(nn.Sequential(model), ((X,), {}), refused, COMPONENTS[:5])
+    tied = Own()
+    getattr(tied, pair[1]).weight = getattr(tied, pair[0]).weight
+    check(tied, ((X,), {}), WEIGHTS, COMPONENTS[:5])
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x).relu())
+
+
+class Mixture(nn.Module):
+    """Every token goes to one expert; a network beside them sees all."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.router, self.shared_expert = Own(), nn.Linear(32, 2), Network()
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        chosen, y = self.router(x).argmax(-1), self.shared_expert(x)
+        for number, expert in enumerate(self.experts.children()):
+            y = y.index_put((chosen == number,), expert(x[chosen == number]), accumulate=True)
+        return y
+
+
+def sequence() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        lambda: nn.ModuleList([Network(), Network()]),
+        lambda: nn.ModuleDict({"first": Network(), "second": Network()}),
+        lambda: nn.ModuleList([sequence(), sequence()]),
+    ],
+    ids=["list", "dictionary", "sequences"],
+)
+def test_experts_of_ones_own_are_refused_and_what_sees_every_token_is_not(experts: Any) -> None:
+    model = nn.Sequential(Mixture(experts()))
+    found = [site.path for site in xd.find_sites(model) if site.component == "feed_forward"]
+    assert sorted(found) == ["0.experts", "0.shared_expert.fc1", "0.shared_expert.fc2"]
+    check(model, ((X,), {}), {"feed_forward": ("every law", "0.experts:feed_forward: its experts"), **WEIGHTS})
+
+
+def test_whole_models_in_a_list_of_experts_are_no_mixture() -> None:
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Sequential(Own(), Network())])})
+    assert [site.path for site in xd.find_sites(model)][-2:] == ["experts.0.1.fc1", "experts.0.1.fc2"]
+    inside = nn.ModuleDict({"experts": nn.ModuleList([Mixture(nn.ModuleList([Network(), Network()]))])})
+    assert [site.path for site in xd.find_sites(inside)][-1] == "experts.0.experts"
+
+
+def test_experts_with_numbers_in_their_names_are_refused_too() -> None:
+    model = nn.ModuleDict({"attn": Own(), "moe": nn.ModuleDict({"expert0": Network(), "expert_1": Network()})})
+    assert [site.path for site in xd.find_sites(model)][-1] == "moe"
 
 
 def test_a_mask_that_no_rule_explains_is_refused() -> None:

@@ -231,6 +231,108 @@ def test_the_rules_for_rotary_and_relative_positions_pass():
     assert "exact" in report.passed
 
 
+def test_the_rule_for_a_latent_query_passes():
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    small = {"img_size": 32, "embed_dim": 24, "depth": 1, "num_heads": 3, "num_classes": 5}
+    host = timm.create_model("vit_base_patch16_siglip_224", **small)
+    report = check_rule(host, torch.randn(2, 3, 32, 32), compile=False)
+    assert report.skipped == []
+    pool = {"attn_pool:query_key", "attn_pool:attended_value", "attn_pool.mlp.fc2:feed_forward"}
+    assert pool <= set(report.sites)
+
+
+# ------------------------------------------------------------------------------------------------ gates
+
+
+class Gated(nn.Module):
+    """last(silu(gate(x)) · first(x)), under any names."""
+
+    def __init__(self, gate, first, last):
+        super().__init__()
+        self.names = gate, first, last
+        for name, shape in zip(self.names, ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)), strict=True):
+            setattr(self, name, nn.Linear(*shape))
+
+    def forward(self, x):
+        gate, first, last = (getattr(self, name) for name in self.names)
+        return last(F.silu(gate(x)) * first(x))
+
+
+def linear_layers(model):
+    return {site.path for site in sites.find_sites(model) if site.component == "feed_forward"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gate", "fc1", "fc2"),
+        ("fc3", "fc1", "fc2"),
+        ("w_gate", "w1", "w2"),
+        ("w0", "w1", "w2"),
+        ("gate", "up_proj", "down_proj"),
+        ("linear_v", "linear1", "linear2"),
+        ("fc_gate", "fc_in", "fc_out"),
+        ("gate_proj", "up_proj", "down_proj"),
+        ("w1", "w3", "w2"),
+    ],
+)
+def test_a_gate_is_a_site_by_whatever_name(names, x):
+    torch.manual_seed(0)
+    host = nn.Sequential(Gated(*names))
+    assert linear_layers(host) == {f"0.{name}" for name in names}
+    assert len(check_rule(host, x, samples=64, compile=False).sites) == 3
+
+
+def test_the_gate_of_an_encoder_layer_of_ones_own_is_a_site(x):
+    class GatedLayer(nn.TransformerEncoderLayer):
+        def __init__(self):
+            super().__init__(WIDTH, HEADS, HIDDEN, batch_first=True)
+            self.linear3 = nn.Linear(WIDTH, HIDDEN)
+
+        def _ff_block(self, x):
+            return self.linear2(self.linear1(x) * self.linear3(x).sigmoid())
+
+    torch.manual_seed(0)
+    host = nn.Sequential(GatedLayer())
+    assert linear_layers(host) == {"0.linear1", "0.linear2", "0.linear3"}
+    assert "0.linear3:feed_forward" in check_rule(host, x, samples=64, compile=False).sites
+
+
+def test_the_gates_of_vitamin_are_sites():
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        host = timm.create_model("vitamin_small_224")
+    assert {f"blocks.13.mlp.{name}" for name in ("w0", "w1", "w2")} <= linear_layers(host)
+
+
+def test_projections_beside_a_network_are_no_gates():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads = HEADS
+            for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"):
+                setattr(self, name, nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x):
+            return x
+
+    assert linear_layers(Keeping()) == {"fc1", "fc2"}
+
+
+def test_an_encoder_layer_with_another_network_has_that():
+    class Replaced(nn.TransformerEncoderLayer):
+        def __init__(self):
+            super().__init__(WIDTH, HEADS, HIDDEN, batch_first=True)
+            del self.linear1, self.linear2
+            self.mlp = Gated("gate", "fc1", "fc2")
+
+        def _ff_block(self, x):
+            return self.mlp(x)
+
+    assert linear_layers(Replaced()) == {"mlp.gate", "mlp.fc1", "mlp.fc2"}
+
+
 # ------------------------------------------------------------------------------------------------ perturbation
 
 

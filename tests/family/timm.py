@@ -113,6 +113,16 @@ def timm_families() -> list[Family]:
             lambda: timm_model("vit_small_patch16_rope_mixed_224", img_size=32, **small), image(32),
             layers(2, "blocks.{}.attn", parts=fused("qkv", 48, 48, 48), **eva), mlp(), limits=ROTARY_LIMITS,
         ),
+        Family(
+            "timm ViT, pooled by a latent query (SigLIP)", "timm",
+            lambda: pooled_vit(small), image(32),
+            layers(2, "blocks.{}.attn", output="proj", **vit)
+            + layers(
+                1, "attn_pool", 2, parts=(Part("q"), Part("kv", slice(0, 48)), Part("kv", slice(48, 96))),
+                shapes=vit_shapes, heads=3, output="proj", cross=True,
+            ),
+            mlp() + networks(1, "attn_pool.mlp.fc1", "attn_pool.mlp.fc2", first=2, narrow=48, wide=192),
+        ),
     ]  # fmt: skip
 
 
@@ -129,6 +139,14 @@ def normalised_vit(small: dict[str, Any]) -> nn.Module:
     model = timm_model("vit_tiny_patch16_224", img_size=32, qk_norm=True, **small)
     for block in model.blocks:  # type: ignore[union-attr]
         block.attn.fused_attn = False
+    return model
+
+
+def pooled_vit(small: dict[str, Any]) -> nn.Module:
+    """The network inside the pool is no part of its attention, nor is its dropout, which timm leaves at 0."""
+    model = timm_model("vit_base_patch16_siglip_224", img_size=32, **small)
+    network: Any = model.attn_pool.mlp  # type: ignore[union-attr]
+    network.drop1, network.drop2 = nn.Identity(), nn.Identity()
     return model
 
 

@@ -52,22 +52,9 @@ HEADS = ["num_heads", "num_attention_heads", "n_heads", "heads", "n_head", "num_
 KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads"]
 SCALES = ["scaling", "scale"]
 ATTENTION_DROPOUT = ["attention_dropout", "attn_dropout", "dropout_prob", "dropout_p", "dropout"]
-NORMS = [
-    "q_norm",
-    "k_norm",
-    "q_layernorm",
-    "k_layernorm",
-    "query_norm",
-    "key_norm",
-    "query_layernorm",
-    "key_layernorm",
-    "qk_norm",
-    "norm_q",
-    "norm_k",
-]
-ROTARY = re.compile(r"^rope|rotary|^freqs|^position_embeddings$|^cos$")
 ACTIVATION = re.compile(r"elu|silu|swish|mish|tanh|sigmoid|softplus|activation", re.IGNORECASE)
 SEQUENCE = re.compile(r"n?d*ld*ad*ld*")
+PROJECTIONS = {name for names in (*SEPARATE, FUSED, OUTPUT) for name in names}
 
 
 def describe(module: nn.Module, **overrides: Any) -> Described | list[Described] | None:
@@ -117,6 +104,7 @@ def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
     query, key, _ = projections
     width = query.shape[0] // heads
     key_heads = key.shape[0] // width
+    widths = {query.shape[0], *(part.shape[1] for part in projections)}
     scale = attribute(module, SCALES)
     settings: dict[str, Any] = {
         "heads": heads,
@@ -124,21 +112,52 @@ def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
         "key_heads": None if key_heads == heads else key_heads,
         "scale": float(scale) if isinstance(scale, int | float) and not isinstance(scale, bool) else None,
         "causal": is_causal(module),
-        "obstacle": normalised(module),
+        "obstacle": signs.normalised(module) or signs.normalised_heads(module, width, widths),
         "weights": None,
         "weights_obstacle": "say where they are in a rule of your own (weights=)",
         "dropouts": tuple(attention_dropouts(module)),
     }
-    return Attention(module, *projections, **{**settings, **overrides})
+    settings |= overrides
+    settings["refused"] = {**shared(module, projections), **settings.get("refused", {})}
+    return Attention(module, *projections, **settings)
+
+
+def shared(module: nn.Module, projections: tuple[Projection, Projection, Projection]) -> dict[str, str]:
+    """What cannot be told where one layer is called for two of query, key and value: its calls look the same."""
+    query, key, value = ((part.module, part.weight, part.rows) for part in projections)
+    if query != key and value not in (query, key):
+        return {}
+    layer = query[0] if query in (key, value) else value[0]
+    names = " and ".join(name for name, child in module._modules.items() if child is layer) or "its projections"
+    reason = f"{names} are one layer, whose calls cannot be told apart; two layers may have the same weight"
+    return dict.fromkeys(SCORES if value not in (query, key) else (*SCORES, "value", "attended_value"), reason)
 
 
 def describe_feed_forward(module: nn.Module, **overrides: Any) -> FeedForward | None:
     for names in FEED_FORWARD:
-        layers = [nested(module, name) for name in names]
-        if all(is_linear(layer) for layer in layers) and width(layers[0], "in") == width(layers[-1], "out"):
-            projections = tuple(projection(layer) for layer in layers if layer is not None)
+        layers = [layer for name in names if is_linear(layer := nested(module, name)) and layer is not None]
+        if len(layers) == len(names) and width(layers[0], "in") == width(layers[-1], "out"):
+            holder = nested(module, names[0].rpartition(".")[0]) if "." in names[0] else module
+            projections = tuple(projection(layer) for layer in with_gates(holder or module, layers))
             return FeedForward(projections, **{"dropouts": tuple(feed_forward_dropouts(module, names)), **overrides})
     return None
+
+
+def with_gates(holder: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """The layers of a network and those beside its first that have its shape: by whatever name, they gate it.
+
+    Projections of attention are none, where a block keeps them beside its network.
+    """
+    first = layers[0]
+    gates = [
+        child
+        for name, child in holder.named_children()
+        if is_linear(child)
+        and child not in layers
+        and [width(child, side) for side in ("in", "out")] == [width(first, side) for side in ("in", "out")]
+        and not (name in PROJECTIONS and number_of_heads(holder))
+    ]
+    return [*layers[:-1], *gates, layers[-1]]
 
 
 def describe_sequence(module: nn.Module) -> FeedForward | None:
@@ -237,31 +256,20 @@ def number_of_heads(module: nn.Module) -> int | None:
     return heads if isinstance(heads, int) and heads > 0 else None
 
 
-def normalised(module: nn.Module) -> str | None:
-    """The normalisation between projection and scores, if there is one."""
-    for name in NORMS:
-        norm = nested(module, name)
-        if norm is not None and not isinstance(norm, nn.Identity):
-            return f"{name} ({type(norm).__name__}) normalises queries or keys before the scores"
-    return None
-
-
 def not_plain(module: nn.Module) -> dict[str, str]:
-    """The scores, refused if something shows that they are not scale · Q Kᵀ of every pair, or of every earlier one."""
+    """The scores, refused if something shows that they are not scale · Q Kᵀ of every pair, or of every earlier one.
+
+    And attended values, if they are not A V of the projected values.
+    """
     reason = (
-        turned(module)
+        signs.rotary(module, arguments(module))
         or signs.odd_scale(attribute(module, SCALES))
         or signs.temperature(module)
         or signs.kept_mask(module, is_causal(module))
     )
-    return {} if reason is None else dict.fromkeys(SCORES, reason)
-
-
-def turned(module: nn.Module) -> str | None:
-    """The name of an argument or attribute that tells of a rotary embedding, if there is one."""
-    names = [*arguments(module), *module._modules, *module._buffers]
-    found = next((name for name in names if ROTARY.search(name)), None)
-    return found and f"{found!r} looks like rotary embeddings, which a rule of its own would have to read"
+    values = signs.normalised_values(module)
+    refused = {} if reason is None else dict.fromkeys(SCORES, reason)
+    return refused if values is None else {**refused, "attended_value": values}
 
 
 def arguments(module: nn.Module) -> list[str]:

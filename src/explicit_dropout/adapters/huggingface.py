@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout.adapters import generic
+from explicit_dropout.adapters import generic, signs
 from explicit_dropout.errors import UnsupportedSiteError
 from explicit_dropout.sites import Attention, Call, Described, FeedForward, Pairs, Projection, pairs_of, register_rule
 
@@ -86,7 +86,7 @@ def _obstacle(module: Any, turned: bool) -> str | None:
         return f"position_embedding_type {positions!r} adds to the scores what depends on queries and keys"
     if turned and "position_embeddings" not in generic.arguments(module):
         return "this version of transformers turns queries and keys inside the module, out of sight"
-    return generic.normalised(module)
+    return signs.normalised(module)
 
 
 @generic.library_rule("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention")

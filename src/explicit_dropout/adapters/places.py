@@ -1,7 +1,8 @@
 """Where a feed-forward network that was told by its names may stand: in a block, not inside attention.
 
 Small networks that make position biases have the names of feed-forward networks too, and any two linear layers around
-an activation look like one. What registered rules say is not asked about here.
+an activation look like one. Experts of a mixture are such networks, too, but each sees tokens of its own at every step.
+What registered rules say is not asked about here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from explicit_dropout.sites import Attention, Described, FeedForward
 
 ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 BLOCK = re.compile(r"block|layer", re.IGNORECASE)
+EXPERTS = re.compile(r"expert", re.IGNORECASE)
+EXPERT = re.compile(r"expert_?\d+", re.IGNORECASE)
 POSITIONS = re.compile(r"rel(ative)?_?pos|pos(ition)?_?(bias|mlp)|cpb", re.IGNORECASE)
 Path = tuple[str, ...]
 REACH = 3
@@ -32,8 +35,10 @@ class Found:
 
 
 def in_place(found: Iterable[Found], paths: Mapping[nn.Module, str]) -> Iterator[Found]:
-    """All but the feed-forward networks that were guessed and are none by where they stand."""
+    """All but the feed-forward networks that were guessed and are none by where they stand; experts as one."""
     found = list(found)
+    modules = {_parts(path): module for module, path in paths.items()}
+    mixtures: set[nn.Module] = set()
     attention = {
         _parts(paths[item.described.module]): item.described for item in found if isinstance(item.described, Attention)
     }
@@ -48,7 +53,29 @@ def in_place(found: Iterable[Found], paths: Mapping[nn.Module, str]) -> Iterator
                 claimed & set(_layers(network)) or not stands_beside(path, named | set(attention))
             ):
                 continue
+            mixture = mixture_around(path, modules, attention)
+            if mixture is not None:
+                if mixture not in mixtures:
+                    reason = "its experts see different tokens at every step"
+                    yield Found(mixture, FeedForward((), mixture, obstacle=reason), guessed=True)
+                mixtures.add(mixture)
+                continue
         yield item
+
+
+def mixture_around(path: Path, modules: Mapping[Path, nn.Module], attention: Iterable[Path]) -> nn.Module | None:
+    """What holds the experts that a network is one of, by its name or by theirs. Whole models are no experts."""
+    attention = list(attention)
+    for length in range(len(path)):
+        place = path[:length]
+        holder = modules[place]
+        names = (type(holder).__name__, *place[-1:])
+        listed = isinstance(holder, nn.ModuleList | nn.ModuleDict) and any(EXPERTS.search(name) for name in names)
+        expert = path[: length + 1]
+        whole = any(other[: len(expert)] == expert for other in attention)
+        if (listed or EXPERT.fullmatch(expert[-1])) and not whole:
+            return holder
+    return None
 
 
 def makes_positions(module: nn.Module, path: Path) -> bool:

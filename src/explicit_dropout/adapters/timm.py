@@ -1,19 +1,31 @@
-"""timm: the attention of ViT and DeiT, of Swin and of EVA02, and their MLPs."""
+"""timm: the attention of ViT and DeiT, of Swin and of EVA02, pooling by a latent query, and their MLPs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from explicit_dropout.adapters.generic import describe_attention, library_rule, normalised
+from explicit_dropout.adapters.generic import (
+    SCORES,
+    describe_attention,
+    describe_feed_forward,
+    is_linear,
+    library_rule,
+    projection,
+)
+from explicit_dropout.adapters.signs import normalised
 from explicit_dropout.errors import UnsupportedSiteError
-from explicit_dropout.sites import Attention, Call, Pairs, Projection, pairs_of, visible
+from explicit_dropout.sites import COMPONENTS, Attention, Call, Described, Dropout, Pairs, Projection, pairs_of, visible
 
 WINDOW = -99.0
 """The masks that Swin makes for its shifted windows add 0, or −100 for pairs that must not meet."""
+
+_PADDED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Windows that their block fills up, as it alone knows: its resolution is no multiple of theirs."""
 
 
 @library_rule("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
@@ -21,19 +33,66 @@ def vision_transformer(module: Any) -> Attention | None:
     return describe_attention(module, **_settings(module))
 
 
+@library_rule(
+    "timm.models.swin_transformer.SwinTransformerBlock", "timm.models.swin_transformer_v2.SwinTransformerV2Block"
+)
+def window_block(module: Any) -> None:
+    """No attention itself, but it knows whether its windows are padded."""
+    size, window = module.input_resolution, module.window_size
+    _PADDED.pop(module.attn, None)
+    if not (isinstance(size, tuple | list) and isinstance(window, tuple | list)):
+        return
+    if any(length % part for length, part in zip(size, window, strict=True)):
+        patches, windows = (" × ".join(str(length) for length in pair) for pair in (size, window))
+        _PADDED[module.attn] = (
+            f"its {patches} patches are padded to whole windows of {windows}, and padding would count in the mean; "
+            "build the model with an img_size that its windows divide, or with another window_size"
+        )
+
+
+def _padded(module: nn.Module) -> dict[str, Any]:
+    reason = _PADDED.get(module)
+    return {} if reason is None else {"refused": dict.fromkeys(COMPONENTS[:5], reason)}
+
+
 @library_rule("timm.models.swin_transformer.WindowAttention")
 def window(module: Any) -> Attention | None:
+    settings = {"pairs": window_pairs, **_padded(module)}
     if module.fused_attn:
         way_out = "the fused kernel hides them among position biases; set fused_attn = False on the module"
-        return describe_attention(module, pairs=window_pairs, weights_obstacle=way_out)
-    return describe_attention(module, pairs=window_pairs, weights=module.attn_drop)
+        return describe_attention(module, weights_obstacle=way_out, **settings)
+    return describe_attention(module, weights=module.attn_drop, **settings)
 
 
 @library_rule("timm.models.swin_transformer_v2.WindowAttention")
 def cosine_window(module: Any) -> Attention | None:
     obstacle = "Swin V2 scores are cosines of normalised queries and keys"
     settings = {"pairs": window_pairs, "obstacle": obstacle, "weights": module.attn_drop, **_fused_parameters(module)}
-    return describe_attention(module, **settings)
+    return describe_attention(module, **settings, **_padded(module))
+
+
+@library_rule("timm.layers.attention_pool.AttentionPoolLatent")
+def latent_pool(module: Any) -> list[Described]:
+    """Learnt queries attend to all tokens; what they gather goes through a network of its own."""
+    width = module.kv.out_features // 2
+    key, value = projection(module.kv, slice(0, width)), projection(module.kv, slice(width, 2 * width))
+    obstacle, refused = normalised(module), {}
+    if not is_linear(module.q):
+        refused = dict.fromkeys((*SCORES, "attended_value"), "its latent is the query itself, which nothing projects")
+    attention = describe_attention(
+        module,
+        projections=(projection(module.q) if is_linear(module.q) else key, key, value),
+        cross=True,
+        pairs=attention_pairs,
+        output=module.proj,
+        weights=None if obstacle else "compute",
+        weights_obstacle="no module of it has them as its input",
+        obstacle=obstacle,
+        refused=refused,
+        dropouts=(Dropout(module.proj_drop),),
+    )
+    network = None if module.mlp is None else describe_feed_forward(module.mlp)
+    return [item for item in (attention, network) if item is not None]
 
 
 @library_rule("timm.models.eva.EvaAttention", "timm.layers.attention.AttentionRope")

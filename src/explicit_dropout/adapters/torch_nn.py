@@ -6,14 +6,29 @@ call. Its masks are True where something must not be seen, or are added to the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout.sites import Attention, Call, Dropout, FeedForward, Pairs, Projection, register_rule, visible
+from explicit_dropout.adapters import generic
+from explicit_dropout.sites import (
+    COMPONENTS,
+    Attention,
+    Call,
+    Described,
+    Dropout,
+    FeedForward,
+    Pairs,
+    Projection,
+    register_rule,
+    visible,
+)
 
 
 @register_rule(nn.MultiheadAttention)
 def multihead_attention(module: nn.MultiheadAttention) -> Attention:
+    """A subclass with a forward of its own is refused: nothing of it is called that would tell what it does."""
     width = module.embed_dim
     parts = [slice(part * width, (part + 1) * width) for part in range(3)]
     if module._qkv_same_embed_dim:
@@ -25,6 +40,10 @@ def multihead_attention(module: nn.MultiheadAttention) -> Attention:
         ]
     query, key, value = projections
     appended = "bias_k and add_zero_attn append keys and values of their own" if _appends_keys(module) else None
+    refused = {} if appended is None else {"attended_value": appended}
+    if generic.author(module) is not nn.MultiheadAttention:
+        name = generic.author(module).__qualname__
+        refused = dict.fromkeys(COMPONENTS[:5], f"no rule says what the forward of {name} does with its parameters")
     return Attention(
         module,
         query,
@@ -36,20 +55,24 @@ def multihead_attention(module: nn.MultiheadAttention) -> Attention:
         batch_first=module.batch_first,
         weights="compute",
         obstacle=appended,
-        refused={} if appended is None else {"attended_value": appended},
+        refused=refused,
         dropouts=(Dropout(module, "dropout"),),
     )
 
 
 @register_rule(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-def transformer_layer(module: nn.Module) -> FeedForward:
-    layers = Projection(module.linear1), Projection(module.linear2)  # type: ignore[arg-type]
+def transformer_layer(module: Any) -> Described | list[Described] | None:
+    """Its feed-forward network, with the gates that a subclass gives it; or what a subclass has in its place."""
+    layers = [generic.nested(module, name) for name in ("linear1", "linear2")]
+    if not all(generic.is_linear(layer) for layer in layers):
+        return generic.describe(module)
+    network = generic.with_gates(module, [layer for layer in layers if layer is not None])
     return FeedForward(
-        layers,
+        tuple(generic.projection(layer) for layer in network),
         module,
         layer_padding,
-        (Dropout(module.dropout),),  # type: ignore[arg-type]
-        batch_first=module.self_attn.batch_first,  # type: ignore[union-attr, arg-type]
+        tuple(Dropout(child) for child in (generic.nested(module, "dropout"),) if isinstance(child, nn.Dropout)),
+        batch_first=getattr(generic.nested(module, "self_attn"), "batch_first", True),
     )
 
 
