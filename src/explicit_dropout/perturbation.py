@@ -132,14 +132,9 @@ def _listen(item: Attention | FeedForward, taken: Record, stack: ExitStack) -> N
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         taken.projected(item, module, args[0], output)
 
-    if isinstance(item, Attention):
+    if item.module is not None and (isinstance(item, Attention) or item.padding is not None):
         stack.enter_context(_removed(item.module.register_forward_pre_hook(before, with_kwargs=True)))
-        projections: Sequence[Projection] = (item.query, item.key, item.value)
-    else:
-        if item.module is not None and item.padding is not None:
-            stack.enter_context(_removed(item.module.register_forward_pre_hook(before, with_kwargs=True)))
-        projections = item.layers
-    for module in {p.module for p in projections if p.called}:
+    for module in {p.module for p in item.projections if p.called}:
         stack.enter_context(_removed(module.register_forward_hook(after)))
 
 

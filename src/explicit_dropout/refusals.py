@@ -146,11 +146,7 @@ Place = tuple[nn.Module, str, nn.Module, str]
 
 def places_of(model: nn.Module, sites: Iterable[Site]) -> list[Place]:
     """Where the layers of these sites are."""
-    wanted: set[nn.Module] = set()
-    for site in sites:
-        layer = site.source.described
-        parts = (layer.query, layer.key, layer.value) if isinstance(layer, Attention) else layer.layers
-        wanted.update(part.module for part in parts)
+    wanted = {projection.module for site in sites for projection in site.source.described.projections}
     return [
         (holder, name, module, f"{path}.{name}" if path else name)
         for path, holder in model.named_modules()

@@ -208,6 +208,11 @@ class Attention:
     dropouts: tuple[Dropout, ...] = ()
 
     @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
     def score_scale(self) -> float:
         return (self.query.shape[0] / self.heads) ** -0.5 if self.scale is None else self.scale
 
@@ -233,6 +238,11 @@ class FeedForward:
     obstacle: str | None = None
     batch_first: bool = True
     flattened: str | None = None
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The layers: what attention calls its own by the same name."""
+        return self.layers
 
 
 Described = Attention | FeedForward

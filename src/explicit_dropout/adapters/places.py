@@ -8,7 +8,7 @@ What registered rules say is not asked about here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -43,14 +43,14 @@ def in_place(found: Iterable[Found], paths: Mapping[nn.Module, str]) -> Iterator
         _parts(paths[item.described.module]): item.described for item in found if isinstance(item.described, Attention)
     }
     named = {_parts(path) for module, path in paths.items() if ATTENTION.search(type(module).__name__)}
-    claimed = {layer for item in found if not _is_sequence(item) for layer in _layers(item.described)}
+    claimed = {layer.module for item in found if not _is_sequence(item) for layer in item.described.projections}
     for item in found:
         network, path = item.described, _parts(paths[item.module])
         if item.guessed and isinstance(network, FeedForward) and network.layers:
             if makes_positions(item.module, path) or inside_attention(network, path, attention):
                 continue
             if _is_sequence(item) and (
-                claimed & set(_layers(network)) or not stands_beside(path, named | set(attention))
+                claimed & {layer.module for layer in network.layers} or not stands_beside(path, named | set(attention))
             ):
                 continue
             mixture = mixture_around(path, modules, attention)
@@ -63,9 +63,8 @@ def in_place(found: Iterable[Found], paths: Mapping[nn.Module, str]) -> Iterator
         yield item
 
 
-def mixture_around(path: Path, modules: Mapping[Path, nn.Module], attention: Iterable[Path]) -> nn.Module | None:
+def mixture_around(path: Path, modules: Mapping[Path, nn.Module], attention: Collection[Path]) -> nn.Module | None:
     """What holds the experts that a network is one of, by its name or by theirs. Whole models are no experts."""
-    attention = list(attention)
     for length in range(len(path)):
         place = path[:length]
         holder = modules[place]
@@ -112,11 +111,3 @@ def _parts(path: str) -> Path:
 def _is_sequence(item: Found) -> bool:
     """Whether it is an nn.Sequential, which no name of its own gives away."""
     return item.guessed and isinstance(item.module, nn.Sequential) and isinstance(item.described, FeedForward)
-
-
-def _layers(described: Described) -> Iterator[nn.Module]:
-    """The modules whose weights a description speaks of."""
-    if isinstance(described, FeedForward):
-        yield from (layer.module for layer in described.layers)
-    else:
-        yield from (layer.module for layer in (described.query, described.key, described.value))

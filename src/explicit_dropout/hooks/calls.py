@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from explicit_dropout.errors import CollectionError
+from explicit_dropout.kernels.energy import TENSORS
 
-PLAIN = (Tensor, nn.Parameter)
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Models around a model, in `module`, that pass their arguments on."""
 
@@ -59,9 +59,10 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def product_and_bias(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """x Wᵀ and b, where a module does nothing but add them up."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not (is_plain_linear(module) and isinstance(weight, Tensor) and isinstance(bias, Tensor)):
+    if not is_plain_linear(module):
         return None
-    if type(weight) not in PLAIN or type(bias) not in PLAIN:  # sharded, quantised
+    weight: Any = module.weight
+    bias: Any = module.bias
+    if type(weight) not in TENSORS or type(bias) not in TENSORS:  # sharded, quantised; or there is none
         return None
     return F.linear(x, weight) if type(module) is nn.Linear else x @ weight, bias

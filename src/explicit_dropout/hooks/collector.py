@@ -52,7 +52,7 @@ class Term:
     columns: Tensor | None
     tokens: int | Tensor
     samples: int
-    holders: tuple[str, ...] = ("",)
+    holders: tuple[str, ...]
     factor: float = 1.0
     norms: Tensor | None = None
 

@@ -1,6 +1,6 @@
 """Datasets: read from their official files, divided by a seed, handed out as batches on the device."""
 
-from explicit_dropout.lab.data.catalogue import SOURCES, Source, data_root, examples, fingerprint, load, missing, source
+from explicit_dropout.lab.data.catalogue import SOURCES, Source, data_root, examples, load, missing, source
 from explicit_dropout.lab.data.dataset import Dataset, ImageSplit, SequenceSplit, Split, WindowSplit
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "WindowSplit",
     "data_root",
     "examples",
-    "fingerprint",
     "load",
     "missing",
     "source",

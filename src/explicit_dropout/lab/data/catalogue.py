@@ -64,11 +64,6 @@ def load(data: config.Data | str = "digits", root: Path | str | None = None) -> 
     return examples(settings, root).divide(settings)
 
 
-def fingerprint(data: config.Data, root: Path | str | None = None) -> str:
-    """That of the examples at hand, which no split or subset changes."""
-    return examples(data, root).fingerprint
-
-
 def examples(settings: config.Data, root: Path | str | None = None) -> Material:
     """All examples at hand, not yet divided."""
     found, folder = source(settings.name), data_root(root)
