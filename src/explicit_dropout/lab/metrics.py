@@ -48,11 +48,10 @@ def calibration_error(logits: Tensor, targets: Tensor, bins: int = 15) -> float:
     """Expected calibration error: Σ over equal-width bins of confidence of share · |accuracy − confidence|."""
     _check(logits, targets)
     confidence = logits.double().softmax(-1).amax(-1)
-    right = hits(logits, targets).double()
-    index = (confidence * bins).ceil().long().clamp(1, bins) - 1
-    sums = torch.zeros(2, bins, dtype=torch.float64, device=logits.device)
-    sums.index_add_(1, index, torch.stack([right, confidence]))
-    return ((sums[0] - sums[1]).abs().sum() / len(right)).item()
+    excess = confidence - hits(logits, targets).double()
+    bin_of = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    members = bin_of == torch.arange(bins, device=logits.device)[:, None]  # no index_add: on a GPU its order varies
+    return ((members * excess).sum(1).abs().sum() / len(excess)).item()
 
 
 def average_precision(scores: Tensor, positive: Tensor) -> float:
