@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from explicit_dropout.kernels import triton_attended, triton_energy, triton_gram, triton_spread
+from explicit_dropout.kernels import triton_attended, triton_energy, triton_gram, triton_incoherent, triton_spread
 from explicit_dropout.lab import triton_attention
 from explicit_dropout.lab.data import augment, triton_augment
 
@@ -99,7 +99,8 @@ def test_penalties(shape, compiled):
         triton_energy.gradient_of(
             kept, of_bias, given[1], kept, energies, dtype, by_column, 0, features, bias.dtype if of_bias else None
         )
-    triton_energy.columns_of(x, None)
+    triton_incoherent.incoherent_of(x, empty(4 * features, features), mask)
+    triton_incoherent.incoherent_of(x, empty(features, 4 * features).mT, None)
     energies = triton_gram.score_energies(queries, keys, bias, None, heads, causal)
     results = torch.empty_like(queries), torch.empty_like(keys)
     triton_gram.score_gradients(queries, keys, bias, None, heads, causal, energies, *results)

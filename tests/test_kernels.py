@@ -306,39 +306,80 @@ def test_nothing_is_launched_over_an_empty_grid():
 # ---------------------------------------------------------------------------------------------- operators
 
 
+def drawn_layer(shape, out, dtype, masked):
+    """The input of a layer, its weight and which rows count."""
+    x, weight = draw(shape, dtype), draw((out, shape[-1]), dtype, 2)
+    return x, weight, draw(shape[:-1], seed=5) > 0 if masked else None
+
+
+def columns_of_both(x, weight, mask):
+    return plain.columns(x.double(), None, mask), plain.columns(weight.double())
+
+
+LAYERS = [((3, 5, 7), 4), ((0, 4, 8), 3), ((129, 130), 150), ((2, 40), 0)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (0, 4, 8), (129, 130)])
-def test_the_columns_operator_is_registered_soundly(shape, dtype, masked):
-    x, mask = draw(shape, dtype).requires_grad_(), draw(shape[:-1], seed=5) > 0 if masked else None
-    torch.library.opcheck(torch.ops.explicit_dropout.columns.default, (x, mask))
-    found = torch.ops.explicit_dropout.columns(x, mask)
-    close(found.detach(), plain.columns(x.detach().double(), None, mask).to(found.dtype), 1e-5)
-    weights = draw(found.shape, found.dtype, 3)
-    expected = 2 * weights * plain.deviation(x.detach(), None, mask)
-    close(torch.autograd.grad(found, x, weights)[0], expected.to(dtype), 1e-2 if dtype == torch.bfloat16 else 1e-6)
+@pytest.mark.parametrize(("shape", "out"), LAYERS)
+def test_the_incoherent_operator_is_registered_soundly(shape, out, dtype, masked):
+    x, weight, mask = drawn_layer(shape, out, dtype, masked)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    torch.library.opcheck(torch.ops.explicit_dropout.incoherent.default, (*leaves, mask))
+    energies, columns, norms = torch.ops.explicit_dropout.incoherent(*leaves, mask)
+    own, other = columns_of_both(x.detach(), weight.detach(), mask)
+    close(columns.detach(), own.to(columns.dtype), 1e-5)
+    close(norms.detach(), other.to(norms.dtype), 1e-5)
+    close(energies.detach(), (own * other).to(energies.dtype), 1e-5)
+    slopes = draw(energies.shape, energies.dtype, 3)
+    each = 2 * slopes.double()
+    expected = each * other * plain.deviation(x.detach().double(), None, mask), each * own * weight.detach().double()
+    for found, right in zip(torch.autograd.grad(energies, leaves, slopes), expected, strict=True):
+        close(found, right.to(dtype), 1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_second_derivatives_of_the_columns_operator_are_right():
-    x = draw((5, 4), torch.float64).requires_grad_()
-    torch.autograd.gradcheck(lambda x: torch.ops.explicit_dropout.columns(x, None), (x,))
-    torch.autograd.gradgradcheck(lambda x: torch.ops.explicit_dropout.columns(x, None), (x,))
+def test_second_derivatives_of_the_incoherent_operator_are_right():
+    leaves = draw((5, 40), torch.float64).requires_grad_(), draw((3, 40), torch.float64, 2).requires_grad_()
+    torch.autograd.gradcheck(lambda x, w: torch.ops.explicit_dropout.incoherent(x, w, None), leaves)
+    torch.autograd.gradgradcheck(lambda x, w: torch.ops.explicit_dropout.incoherent(x, w, None), leaves)
+
+
+@fused
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["even", "transposed weight", "part of a wider input"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("shape", "out"), [*LAYERS, ((6, 700, 33), 300)])
+def test_the_incoherent_kernels_equal_plain_torch_and_repeat_themselves(shape, out, masked, layout, dtype):
+    from explicit_dropout.kernels.triton_incoherent import incoherent_of
+
+    x, weight, mask = drawn_layer(shape, out, dtype, masked)
+    if layout == "transposed weight":
+        weight = weight.mT.contiguous().mT
+    elif layout == "part of a wider input":
+        x = torch.cat([x, x], -1)[..., shape[-1] :]
+    flags = None if mask is None else mask.reshape(-1).view(torch.uint8)
+    found = incoherent_of(x, weight, flags)
+    own, other = columns_of_both(x, weight, mask)
+    close(found[1], own.float(), 1e-5)
+    close(found[2], other.float(), 1e-5)
+    close(found[0], (own * other).float(), 1e-5)
+    for first, second in zip(found, incoherent_of(x, weight, flags), strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_the_columns_operator_compiles_whole(backend):
-    def function(x):
-        return (torch.ops.explicit_dropout.columns(x.sin(), None) * 0.5).sum()
+def test_the_incoherent_operator_compiles_whole(backend):
+    def function(x, weight):
+        return (torch.ops.explicit_dropout.incoherent(x.sin(), weight, None)[0] * 0.5).sum()
 
-    x = draw((6, 40)).requires_grad_()
+    leaves = draw((6, 40)).requires_grad_(), draw((7, 40), seed=2).requires_grad_()
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
-    assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(function(x), x))
+    assert_close(torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(function(*leaves), leaves))
 
 
-def columns_alone(x, key):
-    del key
-    return torch.ops.explicit_dropout.columns(x, None)
+def incoherent_alone(x, key):
+    return torch.ops.explicit_dropout.incoherent(x, key.flatten(0, 1)[:80], None)[0]
 
 
 def scores_alone(x, key):
@@ -347,7 +388,7 @@ def scores_alone(x, key):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler has some for the user of small matrices
-@pytest.mark.parametrize("function", [columns_alone, scores_alone])
+@pytest.mark.parametrize("function", [incoherent_alone, scores_alone])
 def test_compiled_code_launches_the_kernels_itself_for_any_number_of_samples(function):
     from torch._inductor.utils import run_and_get_code
 
@@ -356,7 +397,7 @@ def test_compiled_code_launches_the_kernels_itself_for_any_number_of_samples(fun
     code = ""
     for samples in (6, 9, 1000):
         x, key = (draw((samples, 40, 64), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
-        leaves = [x] if function is columns_alone else [x, key]
+        leaves = [x, key]
 
         def gradients(x=x, key=key, leaves=leaves):
             return torch.autograd.grad(compiled(x, key), leaves)
@@ -365,7 +406,7 @@ def test_compiled_code_launches_the_kernels_itself_for_any_number_of_samples(fun
         code += "".join(codes)
         for a, b in zip(found, torch.autograd.grad((function(x.sin(), key) * 0.5).sum(), leaves), strict=True):
             close(a, b, 2**-6)
-    assert "_energies" in code or "_scores" in code
+    assert "_column_squares" in code or "_scores" in code
     assert "ops.explicit_dropout" not in code
 
 
@@ -836,7 +877,7 @@ def test_a_compiled_model_has_the_operators_in_its_one_graph_and_agrees(make, la
     backend = Watched()
     found = trained(make(), noise, components, lambda m: torch.compile(m, fullgraph=True, backend=backend))
     agree(found, expected, 1e-4)
-    assert backend.has("columns") == bool(noise.variance)
+    assert backend.has("incoherent") == bool(noise.variance)
     for name in ("attended_columns", "attended_squares"):
         assert backend.has(name) == (bool(noise.variance) and backend.straight)
     assert backend.has("scores") == (law == "paper" and backend.straight)

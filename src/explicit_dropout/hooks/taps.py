@@ -147,7 +147,12 @@ class Tap:
 
     def incoherently(self, site: Site, x: Tensor, mask: Tensor | None) -> None:
         """The part of a linear layer that its input's columns make, if the law has it."""
-        if self.noise.variance:
+        if not self.noise.variance:
+            return
+        if kernels.serves_incoherent(x) and not self.collector.sharded:
+            weight, _ = projection_of(site).parameters()
+            self.add(site, kernels.incoherent(x, weight, mask), None, x, mask, self.incoherence)
+        else:
             self.add(site, None, kernels.columns(x, mask), x, mask, self.incoherence, self.norms(site))
 
     def norms(self, site: Site) -> Tensor | None:

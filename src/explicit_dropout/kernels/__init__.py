@@ -4,12 +4,13 @@ Plain autograd makes a float32 copy of a tensor, keeps it, and adds its gradient
 is read once as it is, sums are float32, nothing is kept that the model does not keep for itself, and the gradient is
 added to the one that passes by. Sums are made in a fixed order, without atomics: the same bits in every run.
 
-    energy   Σ (x − b)², whole or by column, of a tensor that passes through
-    norms    Σ W_ij² for every column of many weights at once
-    gram     Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
-    attended Σ_ia A_ia² x_a of attention weights that are not kept
-    spreads  ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
-    plain    the same in plain torch: in float64, under function transforms, and to compare with
+    energy     Σ (x − b)², whole or by column, of a tensor that passes through
+    norms      Σ W_ij² for every column of many weights at once
+    incoherent Σ_j ‖x_:j‖² ‖W_:j‖² of a layer, for compiled code
+    gram       Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
+    attended   Σ_ia A_ia² x_a of attention weights that are not kept
+    spreads    ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
+    plain      the same in plain torch: in float64, under function transforms, and to compare with
 
 On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU energy, gram and
 attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches them as operators
@@ -20,6 +21,7 @@ from explicit_dropout.kernels import plain
 from explicit_dropout.kernels.attended import attended_spread, serves_attended
 from explicit_dropout.kernels.energy import by_triton, columns, lowered, passing, passing_to, serves
 from explicit_dropout.kernels.gram import scores, serves_scores
+from explicit_dropout.kernels.incoherent import incoherent, serves_incoherent
 from explicit_dropout.kernels.norms import norms
 from explicit_dropout.kernels.spreads import joint_spread, serves_spread, spread
 
@@ -27,6 +29,7 @@ __all__ = [
     "attended_spread",
     "by_triton",
     "columns",
+    "incoherent",
     "joint_spread",
     "lowered",
     "norms",
@@ -36,6 +39,7 @@ __all__ = [
     "scores",
     "serves",
     "serves_attended",
+    "serves_incoherent",
     "serves_scores",
     "serves_spread",
     "spread",

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from explicit_dropout.kernels import plain
-from explicit_dropout.kernels.inlining import inlined
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TENSORS = (Tensor, torch.nn.Parameter)
@@ -192,39 +191,4 @@ def columns(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Σ_i x_ij² for every column j, over the rows that count: (column), or (part, column) to be summed over parts."""
     if serves(x):
         return passing(x, mask=mask, by_column=True)[1]
-    if torch.compiler.is_compiling() and serves_compiled(x):
-        # An operator, so that the compiler does not make the input of the layer a second time, in float32.
-        dtype = lowered(x)
-        return cast("Tensor", torch.ops.explicit_dropout.columns(x if dtype is None else x.to(dtype), mask))
     return plain.columns(x, None, mask)
-
-
-@torch.library.custom_op("explicit_dropout::columns", mutates_args=())
-def columns_operator(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Σ_i x_ij² for every column j, over the rows that count."""
-    if not (x.is_cuda and serves_compiled(x)):
-        return plain.columns(x, None, mask)
-    return cast("Tensor", _kernels(True).columns_of(x, None if mask is None else mask.reshape(-1).view(torch.uint8)))
-
-
-inlined(columns_operator, serves_compiled)
-
-
-@columns_operator.register_fake
-def _(x: Tensor, mask: Tensor | None) -> Tensor:
-    del mask
-    return x.new_empty(x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
-    del output
-    ctx.save_for_backward(*inputs)
-
-
-def _columns_backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None]:
-    """In plain torch: pointwise, so the compiler makes it a part of whatever adds gradients there."""
-    x, mask = ctx.saved_tensors
-    return (2 * weights * plain.deviation(x, None, mask)).to(x.dtype), None
-
-
-columns_operator.register_autograd(_columns_backward, setup_context=_keep)

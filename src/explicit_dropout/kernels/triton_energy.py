@@ -204,22 +204,6 @@ def energies_of(
     return energies, () if sums is None else (sums,), lowered
 
 
-def columns_of(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Σ x² of each column of x (*batch, column), by steps that a compiler can follow: its shapes may be symbols."""
-    rows = x.reshape(-1, x.shape[-1])
-    columns = rows.shape[1]
-    tiles = triton.cdiv(columns, BLOCK_COLUMNS)
-    parts = max(16, PROGRAMS // max(tiles, 1))  # whatever the number of rows, which may change from batch to batch
-    part_rows = BLOCK_ROWS * triton.cdiv(triton.cdiv(rows.shape[0], parts), BLOCK_ROWS)
-    energies = x.new_empty((parts, columns), dtype=torch.float32)
-    if tiles:
-        numbers = rows.shape[0], columns, *rows.stride(), 0, part_rows, parts, parts, tiles
-        facts = False, mask is not None, False, True, BLOCK_ROWS, BLOCK_COLUMNS
-        launch = Launch(_energies, (parts, tiles, 1), numbers + facts)
-        launch(rows, rows, rows if mask is None else mask, energies, rows, rows)
-    return energies.sum(0)
-
-
 @lru_cache(4096)
 def _gradients_launch(
     shape: tuple[int, ...], strides: tuple[int, ...], passing: tuple[int, ...] | None, weights: tuple[int, ...],

@@ -1,0 +1,110 @@
+"""Triton: ‖x_:j‖² ‖W_:j‖² of a layer's input and weight, in two launches, by steps that a compiler can follow.
+
+The first cuts the rows of both into parts and sums the squares of each part by column; the second adds the parts up, in
+a fixed order, and multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from explicit_dropout.kernels.launch import Launch
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
+
+BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+PROGRAMS = 512
+"""About how many programs share an input: enough to fill a large GPU, few enough for small partial sums."""
+WEIGHT_ROWS = 4 * BLOCK_ROWS
+"""How many rows of a weight one program takes."""
+FEW_COLUMNS = 32
+"""How many columns one program adds up the parts of."""
+
+
+@triton.jit
+def _squares(
+    x, mask, first, last, column, inside, row_stride, column_stride,
+    HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Σ x² of some rows, by column."""
+    squares = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        counted = row < last
+        if HAS_MASK:
+            counted = counted & (tl.load(mask + row, counted, 0) != 0)
+        place = row.to(tl.int64)[:, None] * row_stride + column[None, :] * column_stride
+        value = tl.load(x + place, counted[:, None] & inside[None, :], 0.0).to(tl.float32)
+        squares += value * value
+    return tl.sum(squares, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "part_rows", "parts", "weight_rows", "weight_part"])
+def _column_squares(
+    x, mask, weight, sums, rows, columns, x_row, x_column, part_rows, parts,
+    weight_rows, weight_row, weight_column, weight_part,
+    HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    part, tile = tl.program_id(0), tl.program_id(1)
+    column = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = column < columns
+    if part < parts:
+        first = part * part_rows
+        last = tl.minimum(first + part_rows, rows)
+        found = _squares(x, mask, first, last, column, inside, x_row, x_column, HAS_MASK, BLOCK_R, BLOCK_C)
+    else:
+        first = (part - parts) * weight_part
+        last = tl.minimum(first + weight_part, weight_rows)
+        found = _squares(
+            weight, mask, first, last, column, inside, weight_row, weight_column, False, BLOCK_R, BLOCK_C
+        )  # fmt: skip
+    tl.store(sums + part.to(tl.int64) * columns + column, found, inside)
+
+
+@triton.jit
+def _added(sums, first, last, column, inside, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The sum of some parts, by column."""
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_R):
+        part = start + tl.arange(0, BLOCK_R)
+        place = part.to(tl.int64)[:, None] * columns + column[None, :]
+        total += tl.load(sums + place, (part < last)[:, None] & inside[None, :], 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["parts", "all_parts"])
+def _column_products(
+    sums, energies, inputs, norms, columns, parts, all_parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    tile = tl.program_id(0)
+    column = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = column < columns
+    own = _added(sums, 0, parts, column, inside, columns, BLOCK_R, BLOCK_C)
+    norm = _added(sums, parts, all_parts, column, inside, columns, BLOCK_R, BLOCK_C)
+    tl.store(inputs + column, own, inside)
+    tl.store(norms + column, norm, inside)
+    tl.store(energies + column, own * norm, inside)
+
+
+def incoherent_of(x: Tensor, weight: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ x² · Σ W² by column, and its factors, of x (*batch, column) and W (out, column)."""
+    rows = x.reshape(-1, x.shape[-1])
+    columns, tiles = rows.shape[1], triton.cdiv(rows.shape[1], BLOCK_COLUMNS)
+    parts = max(16, PROGRAMS // max(tiles, 1))  # whatever the number of rows, which may change from batch to batch
+    part_rows = BLOCK_ROWS * triton.cdiv(triton.cdiv(rows.shape[0], parts), BLOCK_ROWS)
+    all_parts = parts + triton.cdiv(weight.shape[0], WEIGHT_ROWS)
+    sums = x.new_empty((all_parts, columns), dtype=torch.float32)
+    energies, inputs, norms = (x.new_empty((columns,), dtype=torch.float32) for _ in range(3))
+    if columns:
+        of_input = rows.shape[0], columns, *rows.stride(), part_rows, parts
+        of_weight = weight.shape[0], *weight.stride(), WEIGHT_ROWS
+        facts = mask is not None, BLOCK_ROWS, BLOCK_COLUMNS
+        first = Launch(_column_squares, (all_parts, tiles, 1), of_input + of_weight + facts)
+        first(rows, rows if mask is None else mask, weight, sums)
+        numbers = columns, parts, all_parts, BLOCK_ROWS, FEW_COLUMNS
+        second = Launch(_column_products, (triton.cdiv(columns, FEW_COLUMNS), 1, 1), numbers)
+        second(sums, energies, inputs, norms)
+    return energies, inputs, norms
