@@ -21,7 +21,10 @@ Rotation = Callable[[Tensor], Tensor]
 
 
 class AttendedHook:
-    """Before the output projection: keep A V, and where kernels serve take its energy as it passes through."""
+    """Before the output projection: keep A V, and take its energy as it passes through, where that is all there is.
+
+    Not after it: what a compiler finds used later once more, it keeps.
+    """
 
     def __init__(self, tap: Tap, attention: Attention, site: Site) -> None:
         self.tap, self.attention, self.site = tap, attention, site
@@ -31,7 +34,7 @@ class AttendedHook:
             return None
         attended = only_input(self.tap.path, args, kwargs)
         self.tap.observed().tensors["attended"] = attended
-        if self.tap.noise.variance or not kernels.serves(attended):
+        if self.tap.noise.variance:
             return None
         call = AttentionCall(self.tap, self.attention, None)
         passed = self.tap.penalise(self.site, call.attended_passing, self.site, attended)
@@ -246,9 +249,12 @@ class AttentionCall:
         if self._attended_by_kernel(site):
             return
         attention, tap = self.attention, self.tap
-        weight, bias = _whole(attention.value)
         values, attended = self._present(self.values, "value"), self._attended()
-        weights = self._weights() if tap.noise.variance or attended is None else None
+        if attended is not None and not tap.noise.variance:
+            self.attended_passing(site, attended)
+            return
+        weight, bias = _whole(attention.value)
+        weights = self._weights()
         rows = attended if attended is not None else self._present(self.x, "query")
         mask, context_mask = self._row_masks(rows, values)
         if context_mask is not None and mask is None:
@@ -270,6 +276,8 @@ class AttentionCall:
             return False
         values, attended = self._present(self.values, "value"), self._attended()
         queries, keys = attention.query.of(self._projected("query")), attention.key.of(self._projected("key"))
+        lower = kernels.lowered(values) if is_plain_linear(attention.value.module) else None
+        values = values if lower is None else values.to(lower)  # as the projection has them, and keeps them
         if not kernels.serves_attended(values, queries, keys, attention.heads):
             return False
         with torch.autocast(values.device.type, enabled=False):

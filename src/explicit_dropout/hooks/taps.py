@@ -167,10 +167,8 @@ class Tap:
             return None
         return column_norms(projection.parameters()[0])
 
-    def coherently(
-        self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None, *, bare: bool = False
-    ) -> None:
-        """The part of a linear layer that its output makes, if the law has it. A bare one is without the bias."""
+    def coherently(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
+        """The part of a linear layer that its output makes, if the law has it."""
         if not self.coherent:
             return
         weight, bias = projection_of(site).parameters()
@@ -180,8 +178,7 @@ class Tap:
             return
         if bias is None:
             output = output.clone()  # the model may go on to change its own in place
-        energies = kernels.plain.energies(output, None if bare else bias, mask)
-        self.add(site, energies, None, x, mask, self.coherence)
+        self.add(site, kernels.plain.energies(output, bias, mask), None, x, mask, self.coherence)
 
     def penalise(self, site: Site, compute: Callable[..., _Result], *given: Any) -> _Result:
         """Run what leaves the term of a site; errors of the closed forms get the site in front."""
@@ -283,19 +280,33 @@ class LinearHook:
 
         The energy is of the product without the bias, which has no gradient from it. Taken from the output it has two
         that cancel, each a pass over all tokens. So compiled code takes the product by itself; the output that it had
-        is dropped by the compiler.
+        is dropped by the compiler. Values are kept by attention, so what the energy needs of them is made of these.
         """
         tap, projection = self.tap, projection_of(self.site)
         apart = None
         if torch.compiler.is_compiling() and tap.coherent:
             apart = product_and_bias(projection.module, x)
         tokens, mask = by_sample(tap, x)
-        made = projection.of(output if apart is None else apart[0])
-        made = made.transpose(0, 1) if x.ndim > 2 and tokens is not x else made
-        tap.coherently(self.site, tokens, made.reshape(*tokens.shape[:-1], -1), mask, bare=apart is not None)
+        if apart is None:
+            tap.coherently(self.site, tokens, _like_tokens(projection.of(output), x, tokens), mask)
+        else:
+            product, bias = apart
+            output = product + bias.to(product.dtype)
+            own, kept = (_like_tokens(projection.of(made), x, tokens) for made in (product, output))
+            if self.site.component == "value":
+                energies = kernels.plain.energies_by_way_of(kept, projection.of(bias), own, mask)
+            else:
+                energies = kernels.plain.energies(own, None, mask)
+            tap.add(self.site, energies, None, tokens, mask, tap.coherence)
         if not kernels.serves(x):  # or the hook before the projection has taken its columns
             tap.incoherently(self.site, tokens, mask)
-        return None if apart is None else apart[0] + apart[1].to(apart[0].dtype)
+        return None if apart is None else output
+
+
+def _like_tokens(made: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
+    """What a projection has made of x, in the order of the tokens that x is read as."""
+    made = made.transpose(0, 1) if x.ndim > 2 and tokens is not x else made
+    return made.reshape(*tokens.shape[:-1], -1)
 
 
 def by_sample(tap: Tap, x: Tensor) -> tuple[Tensor, Tensor | None]:
