@@ -23,6 +23,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from floor import ceilings, least_bytes
 from functional import environment
 from hosts import Host, hosts
 from steps import MODES, Step, beside, failure, gpu_profile, tidy, training_step, turn
+from together import Alone, Cell, together
 from treatments import TREATMENTS, Treatment
 
 SHORT = (
@@ -50,13 +52,14 @@ Least = dict[str, tuple[int, float]]
 
 
 def measure(
-    host: Host, treatments: Sequence[str], device: str, mode: str, budget: float, profile: bool, least: Least
-) -> Iterator[Row]:
+    host: Host, treatments: Sequence[str], device: str, mode: str, budget: float, profile: bool, least: Least,
+    alone: Alone = nullcontext,
+) -> Iterator[Row]:  # fmt: skip
     """A row for each treatment of one model in one mode, as they come. `least`: what some move at least."""
     torch._dynamo.reset()
+    busy = None
     try:
         none, bytes_of_none = training_step(host, Treatment(), device, mode)
-        busy = busy_ms(none, device, mode)
     except Exception as error:
         told = failure(error)
         tidy(device)
@@ -68,9 +71,11 @@ def measure(
             with treatment.context():
                 step, size = (none, bytes_of_none) if name == "none" else training_step(host, treatment, device, mode)
                 row |= {"bytes": size, "memory_ratio": size / bytes_of_none if bytes_of_none else None}
-                row |= beside(none, step, device, budget)
-                if profile and device == "cuda" and "graph" not in mode:
-                    row["profile"] = gpu_profile(step)
+                with alone():
+                    busy = busy or busy_ms(none, device, mode)
+                    row |= beside(none, step, device, budget)
+                    if profile and device == "cuda" and "graph" not in mode:
+                        row["profile"] = gpu_profile(step)
             if busy:
                 row["none_busy_ms"] = busy
             if busy and name in least:
@@ -81,6 +86,20 @@ def measure(
         step = None  # or the next one has less room
         tidy(device)
         yield row
+
+
+def measure_alone(cell: Cell, alone: Alone) -> Row:
+    """The row of one cell, in a process of its own."""
+    model, mode, treatment, device, budget, profile, least = cell
+    prepare_compiler()
+    (row,) = measure(hosts(device)[model], [treatment], device, mode, budget, profile, least, alone)
+    return {"model": model, "mode": mode, **row}
+
+
+def prepare_compiler() -> None:
+    """Or it takes a model with hooks for the one without them that it has compiled already."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch._dynamo.config.recompile_limit = 64
 
 
 def busy_ms(none: Step, device: str, mode: str) -> float | None:
@@ -194,11 +213,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help="also say what the GPU was busy with")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json, .md and .svg")
     parser.add_argument("--add", action="store_true", help="keep the rows of other cells that OUTPUT.json has")
+    parser.add_argument(
+        "--together", action="store_true",
+        help="a process for each cell, ready at the same time and timed one after the other: sooner, if they compile",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     device = options.device
-    # Or the compiler takes a model with hooks for the one without them that it has compiled already.
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
-    torch._dynamo.config.recompile_limit = 64
+    prepare_compiler()
     facts: dict[str, Any] = {
         "command": "python " + shlex.join(sys.argv if arguments is None else ["benchmarks/step_time.py", *arguments]),
         "environment": environment(device),
@@ -208,17 +229,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(HEADER)
     treatments = options.treatments or DEFAULTS[device]
     budget = options.budget or (0.4 if device == "cuda" else 1.0)
-    for model, host in hosts(device).items():
-        if options.models and not any(part in model for part in options.models):
-            continue
-        least = least_moved(host, treatments, facts["ceilings"]) if device == "cuda" else {}
-        for mode in options.modes or (("eager", "graph") if device == "cuda" else ("eager",)):
-            for found in measure(host, treatments, device, mode, budget, options.profile, least):
-                row = {"model": model, "mode": mode, **found}
-                put(result["rows"], row)
-                print(line(row), flush=True)
-                if options.output:
-                    write(options.output, result)
+    modes = options.modes or (("eager", "graph") if device == "cuda" else ("eager",))
+    chosen = {
+        model: host
+        for model, host in hosts(device).items()
+        if not options.models or any(part in model for part in options.models)
+    }
+    least = {
+        model: least_moved(host, treatments, facts["ceilings"]) if device == "cuda" else {}
+        for model, host in chosen.items()
+    }
+
+    def one_by_one() -> Iterator[Row]:
+        for model, host in chosen.items():
+            for mode in modes:
+                for row in measure(host, treatments, device, mode, budget, options.profile, least[model]):
+                    yield {"model": model, "mode": mode, **row}
+
+    cells = [
+        (model, mode, treatment, device, budget, options.profile, least[model])
+        for model in chosen
+        for mode in modes
+        for treatment in treatments
+    ]
+    for row in together(measure_alone, cells) if options.together else one_by_one():
+        put(result["rows"], row)
+        print(line(row), flush=True)
+        if options.output:
+            write(options.output, result)
 
 
 if __name__ == "__main__":

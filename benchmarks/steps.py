@@ -161,7 +161,7 @@ def gpu_profile(step: Step) -> dict[str, Any]:
     }
 
 
-OWN = ("_energies", "_gradients", "_score", "_spread", "_attended")
+OWN = ("_energies", "_gradients", "_column", "_score", "_spread", "_attended")
 """How the names of this library's kernels begin."""
 
 KINDS = {

@@ -14,9 +14,11 @@ import torch
 from floor import least_bytes
 from hosts import Host, drop_keys, gpt2, images, tokens, vit
 from literal import Hook, LiteralTraces
+from together import together
 from torch._subclasses.fake_tensor import FakeTensorMode
 from treatments import RATE, STRENGTH, TREATMENTS, Treatment, plain_autograd
 
+import cells
 import explicit_dropout as xd
 from explicit_dropout import kernels, reference
 from explicit_dropout.kernels import energy
@@ -294,6 +296,26 @@ def test_results_of_another_machine_are_not_added_to(step_results, tmp_path):
     (tmp_path / "moved.json").write_text(json.dumps(result))
     with pytest.raises(SystemExit, match="elsewhere"):
         step_time.main(["--output", str(tmp_path / "moved"), "--add"])
+
+
+def test_cells_get_ready_together_and_measure_one_after_the_other():
+    rows = list(together(cells.timed, [("slow", 1.0), ("fast", 0.0), ("fails", 0.5)]))
+    assert {row["name"] for row in rows} == {"slow", "fast", "fails"}
+    first, second = sorted((row for row in rows if "error" not in row), key=lambda row: row["begin"])
+    assert first["begin"] >= max(first["ready"], second["ready"])
+    assert second["begin"] >= first["end"]
+
+
+def test_a_cell_whose_process_dies_is_told_of_and_holds_nobody_up():
+    with pytest.raises(RuntimeError, match=r"'killed',.* ended without a result"):
+        list(together(cells.killed, [("well",), ("killed",)]))
+
+
+def test_step_time_of_cells_together_has_the_same_rows(tmp_path):
+    command = ["--budget", "1e-3", "--together", "--treatments", "none", "V+FF paper", "--output", str(tmp_path / "t")]
+    step_time.main(command)
+    result = json.loads((tmp_path / "t.json").read_text())
+    assert {row["treatment"]: row["time_ratio"] > 0 for row in result["rows"]} == {"none": True, "V+FF paper": True}
 
 
 @pytest.fixture(scope="module")
