@@ -149,11 +149,12 @@ class Tap:
         """The part of a linear layer that its input's columns make, if the law has it."""
         if not self.noise.variance:
             return
-        if kernels.serves_incoherent(x) and not self.collector.sharded:
+        if torch.compiler.is_compiling() and not self.collector.sharded:
             weight, _ = projection_of(site).parameters()
-            self.add(site, kernels.incoherent(x, weight, mask), None, x, mask, self.incoherence)
-        else:
-            self.add(site, None, kernels.columns(x, mask), x, mask, self.incoherence, self.norms(site))
+            if kernels.serves_incoherent(x, weight):
+                self.add(site, kernels.incoherent(x, weight, mask), None, x, mask, self.incoherence)
+                return
+        self.add(site, None, kernels.columns(x, mask), x, mask, self.incoherence, self.norms(site))
 
     def norms(self, site: Site) -> Tensor | None:
         """The column norms of a weight that may be another one when the regulariser is called; None if it stays.

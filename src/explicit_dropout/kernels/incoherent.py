@@ -15,9 +15,9 @@ from explicit_dropout.kernels import energy, plain
 from explicit_dropout.kernels.inlining import inlined
 
 
-def serves_incoherent(x: Tensor) -> bool:
-    """Whether the operator is for a layer with this input, here and now: in code that is being compiled."""
-    return torch.compiler.is_compiling() and energy.serves_compiled(x)
+def serves_incoherent(x: Tensor, weight: Tensor) -> bool:
+    """Whether the operator is for such a layer in compiled code."""
+    return energy.serves_compiled(x) and energy.serves_compiled(weight)
 
 
 def incoherent(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
