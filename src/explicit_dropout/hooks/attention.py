@@ -317,7 +317,8 @@ class AttentionCall:
             return self._present(self.seen.get("attended"), "output")
         if self.attention.inputs is not None:
             return None
-        return cast("Tensor", self.output[0] if isinstance(self.output, tuple) else self.output)
+        output = cast("Tensor", self.output[0] if isinstance(self.output, tuple) else self.output)
+        return output.clone()  # the model may go on to change its own in place
 
     def _weights(self) -> Tensor:
         """A, (*batch, heads, token, context)."""

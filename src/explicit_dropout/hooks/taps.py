@@ -264,7 +264,11 @@ class LinearHook:
         tap, projection = self.tap, projection_of(self.site)
         rows = projection.rows
         if isinstance(rows, tuple) or not kernels.serves(output):
-            return self._plain_term(x, output)
+            apart = self._apart(x)
+            if apart is not None:
+                return self._term_apart(x, *apart)
+            self._plain_term(x, output)
+            return None
         if not tap.coherent:
             return None
         tokens, mask = by_sample(tap, x)
@@ -276,32 +280,36 @@ class LinearHook:
             tap.collector.slot().passed.append((self, passed, passed._version))
         return passed
 
-    def _plain_term(self, x: Tensor, output: Tensor) -> Tensor | None:
-        """The term in plain torch; and the output anew, where its bias was kept apart.
-
-        The energy is of the product without the bias, which has no gradient from it. Taken from the output it has two
-        that cancel, each a pass over all tokens. So compiled code takes the product by itself; the output that it had
-        is dropped by the compiler. Values are kept by attention, so what the energy needs of them is made of these.
-        """
-        tap, projection = self.tap, projection_of(self.site)
-        apart = None
-        if torch.compiler.is_compiling() and tap.coherent:
-            apart = product_and_bias(projection.module, x)
+    def _plain_term(self, x: Tensor, output: Tensor) -> None:
+        tap = self.tap
         tokens, mask = by_sample(tap, x)
-        if apart is None:
-            tap.coherently(self.site, tokens, _like_tokens(projection.of(output), x, tokens), mask)
-        else:
-            product, bias = apart
-            output = product + bias.to(product.dtype)
-            own, kept = (_like_tokens(projection.of(made), x, tokens) for made in (product, output))
-            if self.site.component == "value":
-                energies = kernels.plain.energies_by_way_of(kept, projection.of(bias), own, mask)
-            else:
-                energies = kernels.plain.energies(own, None, mask)
-            tap.add(self.site, energies, None, tokens, mask, tap.coherence)
+        tap.coherently(self.site, tokens, _like_tokens(projection_of(self.site).of(output), x, tokens), mask)
         if not kernels.serves(x):  # or the hook before the projection has taken its columns
             tap.incoherently(self.site, tokens, mask)
-        return None if apart is None else output
+
+    def _apart(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The product x Wᵀ by itself, and the bias, where compiled code should have them so.
+
+        The energy is of the product without the bias, which has no gradient from it. Taken from the output it has two
+        that cancel, each a pass over all tokens. Other hooks may have changed the output, and it stays as it is then.
+        """
+        module = projection_of(self.site).module
+        if not (torch.compiler.is_compiling() and self.tap.coherent) or len(module._forward_hooks) > 1:
+            return None
+        return product_and_bias(module, x)
+
+    def _term_apart(self, x: Tensor, product: Tensor, bias: Tensor) -> Tensor:
+        """The term from a product, and the output anew. The compiler drops the output that there was."""
+        tap, projection = self.tap, projection_of(self.site)
+        tokens, mask = by_sample(tap, x)
+        own, less = product, None
+        if self.site.component == "value":  # attention keeps values, so their energy is made of what it keeps
+            fixed = bias.detach()
+            own, less = product + fixed.to(product.dtype), projection.of(fixed)
+        energies = kernels.plain.energies(_like_tokens(projection.of(own), x, tokens), less, mask)
+        tap.add(self.site, energies, None, tokens, mask, tap.coherence)
+        tap.incoherently(self.site, tokens, mask)
+        return product + bias.to(product.dtype)
 
 
 def _like_tokens(made: Tensor, x: Tensor, tokens: Tensor) -> Tensor:

@@ -44,15 +44,6 @@ def energies(x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) 
     return rows if torch.compiler.is_compiling() else rows.sum()
 
 
-def energies_by_way_of(x: Tensor, bias: Tensor, product: Tensor, mask: Tensor | None) -> Tensor:
-    """`energies` of x − b for compiled code, with all of their gradient for the product that x is the sum of with b.
-
-    So the bias has none, and it is x that is kept: no product besides, where the model keeps x.
-    """
-    fixed, moving = deviation(x.detach(), bias.detach(), mask), deviation(product, None, mask)
-    return (fixed * (fixed + 2 * (moving - moving.detach()))).sum(-1)
-
-
 def scores(
     left: Tensor, right: Tensor, left_bias: Tensor | None, right_bias: Tensor | None, heads: int, causal: bool
 ) -> Tensor:
