@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import plot
-import torch
 import written
 from functional import environment
 from hosts import Host, images, vit
 from measure import seconds
-from steps import MODES, beside, failure, tidy, training_step
+from steps import MODES, beside, failure, prepare_compiler, tidy, training_step
 from treatments import TREATMENTS
 
 SERIES = (
@@ -154,8 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="write OUTPUT.json, .md and .svg")
     options = parser.parse_args(arguments)
     device, plan = options.device, PLANS[options.device]
-    torch._dynamo.config.skip_nnmodule_hook_guards = False  # see step_time.py
-    torch._dynamo.config.recompile_limit = 64
+    prepare_compiler()
     mode = options.mode or ("graph" if device == "cuda" else "eager")
     command = "python " + shlex.join(sys.argv if arguments is None else ["benchmarks/growth.py", *arguments])
     result: dict[str, Any] = {"command": command, "environment": environment(device), "mode": mode}

@@ -33,7 +33,7 @@ import written
 from floor import ceilings, least_bytes
 from functional import environment
 from hosts import Host, hosts
-from steps import MODES, Step, beside, failure, gpu_profile, tidy, training_step, turn
+from steps import MODES, Step, beside, failure, gpu_profile, prepare_compiler, tidy, training_step, turn
 from together import Alone, Cell, together
 from treatments import TREATMENTS, Treatment
 
@@ -94,12 +94,6 @@ def measure_alone(cell: Cell, alone: Alone) -> Row:
     prepare_compiler()
     (row,) = measure(hosts(device)[model], [treatment], device, mode, budget, profile, least, alone)
     return {"model": model, "mode": mode, **row}
-
-
-def prepare_compiler() -> None:
-    """Or it takes a model with hooks for the one without them that it has compiled already."""
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
-    torch._dynamo.config.recompile_limit = 64
 
 
 def busy_ms(none: Step, device: str, mode: str) -> float | None:

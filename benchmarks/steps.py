@@ -24,6 +24,12 @@ WARM_UP = 4
 Step = Callable[[], object]
 
 
+def prepare_compiler() -> None:
+    """Or it takes a model with hooks for the one without them that it has compiled already."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch._dynamo.config.recompile_limit = 64
+
+
 def training_step(host: Host, treatment: Treatment, device: str, mode: str) -> tuple[Step, int]:
     """One step, forward to optimiser (AdamW), ready to be timed; and the bytes that it needs at its peak.
 

@@ -237,10 +237,13 @@ class AttentionCall:
         found: dict[str, Tensor] = {}
         for role, x in inputs.items():
             if x is not None and x.ndim == 3:
-                plain = is_plain_linear(getattr(self.attention, role).module)
-                lower = kernels.lowered(x) if plain else None
-                found[role] = wide(x if lower is None else x.to(lower)).square().sum(1)
+                found[role] = wide(self._lowered(role, x)).square().sum(1)
         return found
+
+    def _lowered(self, role: str, x: Tensor) -> Tensor:
+        """The input of a projection in the precision in which autocast gives it to the product, and keeps it."""
+        lower = kernels.lowered(x) if is_plain_linear(getattr(self.attention, role).module) else None
+        return x if lower is None else x.to(lower)
 
     def _rotary(self) -> Rotation | None:
         return None if self.attention.rotary is None else self.attention.rotary(self.attention, self.call)
@@ -274,10 +277,8 @@ class AttentionCall:
         pairs = self.masks()
         if pairs.bias is not None or not self._straight(pairs):
             return False
-        values, attended = self._present(self.values, "value"), self._attended()
+        values = self._lowered("value", self._present(self.values, "value"))
         queries, keys = attention.query.of(self._projected("query")), attention.key.of(self._projected("key"))
-        lower = kernels.lowered(values) if is_plain_linear(attention.value.module) else None
-        values = values if lower is None else values.to(lower)  # as the projection has them, and keeps them
         if not kernels.serves_attended(values, queries, keys, attention.heads):
             return False
         with torch.autocast(values.device.type, enabled=False):
@@ -287,7 +288,7 @@ class AttentionCall:
             )
         tap.add(site, spread, None, queries, None, tap.incoherence)
         if tap.coherent:
-            self.attended_passing(site, self._present(attended, "output"))
+            self.attended_passing(site, self._present(self._attended(), "output"))
         return True
 
     def _row_masks(self, rows: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -10,16 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
 from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore
-from explicit_dropout.hooks.taps import (
-    BeginHook,
-    ColumnsHook,
-    EndHook,
-    InputHook,
-    LinearHook,
-    SeenHook,
-    Tap,
-    projection_of,
-)
+from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
+from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
 from explicit_dropout.sites import Attention, Layer, Site
 
 

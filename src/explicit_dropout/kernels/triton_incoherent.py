@@ -12,12 +12,10 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from explicit_dropout.kernels.launch import Launch
+from explicit_dropout.kernels.triton_energy import BLOCK_COLUMNS, BLOCK_ROWS, PROGRAMS
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
-BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
-PROGRAMS = 512
-"""About how many programs share an input: enough to fill a large GPU, few enough for small partial sums."""
 WEIGHT_ROWS = 4 * BLOCK_ROWS
 """How many rows of a weight one program takes."""
 FEW_COLUMNS = 32
