@@ -145,7 +145,8 @@ class Tap:
         if torch.compiler.is_compiling() and not self.collector.sharded:
             weight, _ = projection_of(site).parameters()
             if kernels.serves_incoherent(x, weight):
-                self.add(site, kernels.incoherent(x, weight, mask), None, x, mask, self.incoherence)
+                columns, norms = kernels.incoherent(x, weight, mask)
+                self.add(site, None, columns, x, mask, self.incoherence, norms)
                 return
         self.add(site, None, kernels.columns(x, mask), x, mask, self.incoherence, self.norms(site))
 

@@ -6,7 +6,7 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
 
     energy     Σ (x − b)², whole or by column, of a tensor that passes through
     norms      Σ W_ij² for every column of many weights at once
-    incoherent Σ_j ‖x_:j‖² ‖W_:j‖² of a layer, for compiled code
+    incoherent Σ_i x_ij² and Σ_i W_ij² for every column of a layer's input and weight, for compiled code
     gram       Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
     attended   Σ_ia A_ia² x_a of attention weights that are not kept
     spreads    ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices

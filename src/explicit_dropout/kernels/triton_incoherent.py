@@ -1,7 +1,7 @@
-"""Triton: ‖x_:j‖² ‖W_:j‖² of a layer's input and weight, in two launches, by steps that a compiler can follow.
+"""Triton: ‖x_:j‖² and ‖W_:j‖² of a layer's input and weight, in two launches, by steps that a compiler can follow.
 
 The first cuts the rows of both into parts and sums the squares of each part by column; the second adds the parts up, in
-a fixed order, and multiplies.
+a fixed order.
 """
 
 from __future__ import annotations
@@ -74,28 +74,23 @@ def _added(sums, first, last, column, inside, columns, BLOCK_R: tl.constexpr, BL
 
 
 @triton.jit(do_not_specialize=["parts", "all_parts"])
-def _column_products(
-    sums, energies, inputs, norms, columns, parts, all_parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def _column_sums(sums, inputs, norms, columns, parts, all_parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     tile = tl.program_id(0)
     column = tile * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = column < columns
-    own = _added(sums, 0, parts, column, inside, columns, BLOCK_R, BLOCK_C)
-    norm = _added(sums, parts, all_parts, column, inside, columns, BLOCK_R, BLOCK_C)
-    tl.store(inputs + column, own, inside)
-    tl.store(norms + column, norm, inside)
-    tl.store(energies + column, own * norm, inside)
+    tl.store(inputs + column, _added(sums, 0, parts, column, inside, columns, BLOCK_R, BLOCK_C), inside)
+    tl.store(norms + column, _added(sums, parts, all_parts, column, inside, columns, BLOCK_R, BLOCK_C), inside)
 
 
-def incoherent_of(x: Tensor, weight: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ x² · Σ W² by column, and its factors, of x (*batch, column) and W (out, column)."""
+def incoherent_of(x: Tensor, weight: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Σ x² and Σ W² by column, of x (*batch, column) and W (out, column)."""
     rows = x.reshape(-1, x.shape[-1])
     columns, tiles = rows.shape[1], triton.cdiv(rows.shape[1], BLOCK_COLUMNS)
     parts = max(16, PROGRAMS // max(tiles, 1))  # whatever the number of rows, which may change from batch to batch
     part_rows = BLOCK_ROWS * triton.cdiv(triton.cdiv(rows.shape[0], parts), BLOCK_ROWS)
     all_parts = parts + triton.cdiv(weight.shape[0], WEIGHT_ROWS)
     sums = x.new_empty((all_parts, columns), dtype=torch.float32)
-    energies, inputs, norms = (x.new_empty((columns,), dtype=torch.float32) for _ in range(3))
+    inputs, norms = (x.new_empty((columns,), dtype=torch.float32) for _ in range(2))
     if columns:
         of_input = rows.shape[0], columns, *rows.stride(), part_rows, parts
         of_weight = weight.shape[0], *weight.stride(), WEIGHT_ROWS
@@ -103,6 +98,6 @@ def incoherent_of(x: Tensor, weight: Tensor, mask: Tensor | None) -> tuple[Tenso
         first = Launch(_column_squares, (all_parts, tiles, 1), of_input + of_weight + facts)
         first(rows, rows if mask is None else mask, weight, sums)
         numbers = columns, parts, all_parts, BLOCK_ROWS, FEW_COLUMNS
-        second = Launch(_column_products, (triton.cdiv(columns, FEW_COLUMNS), 1, 1), numbers)
-        second(sums, energies, inputs, norms)
-    return energies, inputs, norms
+        second = Launch(_column_sums, (triton.cdiv(columns, FEW_COLUMNS), 1, 1), numbers)
+        second(sums, inputs, norms)
+    return inputs, norms
