@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
-from explicit_dropout.hooks.calls import is_plain_linear, only_input, with_input
+from explicit_dropout.hooks.calls import only_input, with_input
+from explicit_dropout.hooks.products import is_plain_linear, lowered_input
 from explicit_dropout.hooks.taps import Tap, by_sample
 from explicit_dropout.kernels.plain import wide
 from explicit_dropout.sites import Attention, Pairs, Projection, Site
@@ -242,8 +243,8 @@ class AttentionCall:
 
     def _lowered(self, role: str, x: Tensor) -> Tensor:
         """The input of a projection in the precision in which autocast gives it to the product, and keeps it."""
-        lower = kernels.lowered(x) if is_plain_linear(getattr(self.attention, role).module) else None
-        return x if lower is None else x.to(lower)
+        module = getattr(self.attention, role).module
+        return lowered_input(module, x) if is_plain_linear(module) else x
 
     def _rotary(self) -> Rotation | None:
         return None if self.attention.rotary is None else self.attention.rotary(self.attention, self.call)

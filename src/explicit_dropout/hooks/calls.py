@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.kernels.energy import TENSORS
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Models around a model, in `module`, that pass their arguments on."""
@@ -49,20 +47,3 @@ def with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if args:
         return (x, *args[1:]), kwargs
     return args, {**kwargs, next(iter(kwargs)): x}
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module does nothing to its input but multiply it: then it does not matter who lowers its precision."""
-    kind = type(module)
-    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
-
-
-def product_and_bias(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """x Wᵀ and b, where a module does nothing but add them up."""
-    if not is_plain_linear(module):
-        return None
-    weight: Any = module.weight
-    bias: Any = module.bias
-    if type(weight) not in TENSORS or type(bias) not in TENSORS:  # sharded, quantised; or there is none
-        return None
-    return F.linear(x, weight) if type(module) is nn.Linear else x @ weight, bias

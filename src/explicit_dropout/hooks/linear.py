@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout import kernels
-from explicit_dropout.hooks.calls import is_plain_linear, only_input, product_and_bias, with_input
+from explicit_dropout.hooks.calls import only_input, with_input
+from explicit_dropout.hooks.products import is_plain_linear, product_and_bias
 from explicit_dropout.hooks.taps import Tap, by_sample, projection_of
 from explicit_dropout.sites import Site
 
@@ -91,11 +92,13 @@ class LinearHook:
 
         The energy is of the product without the bias, which has no gradient from it. Taken from the output it has two
         that cancel, each a pass over all tokens. Other hooks may have changed the output, and it stays as it is then.
+        So does that of a layer which makes other things besides: adding their biases later takes more passes.
         """
-        module = projection_of(self.site).module
-        if not (torch.compiler.is_compiling() and self.tap.coherent) or len(module._forward_hooks) > 1:
+        projection = projection_of(self.site)
+        fused = projection.rows is not None
+        if not (torch.compiler.is_compiling() and self.tap.coherent) or fused:
             return None
-        return product_and_bias(module, x)
+        return None if len(projection.module._forward_hooks) > 1 else product_and_bias(projection.module, x)
 
     def _term_apart(self, x: Tensor, product: Tensor, bias: Tensor) -> Tensor:
         """The term from a product, and the output anew. The compiler drops the output that there was."""

@@ -20,6 +20,7 @@ from explicit_dropout.errors import CollectionError, InputError, UnsupportedSite
 from explicit_dropout.functional.batch import coherent_part_needed
 from explicit_dropout.hooks.calls import argument_names, named_call, only_input
 from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term
+from explicit_dropout.hooks.products import lowered_input
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site
 from explicit_dropout.weights import column_norms
@@ -143,9 +144,10 @@ class Tap:
         if not self.noise.variance:
             return
         if torch.compiler.is_compiling() and not self.collector.sharded:
-            weight, _ = projection_of(site).parameters()
+            projection = projection_of(site)
+            weight, _ = projection.parameters()
             if kernels.serves_incoherent(x, weight):
-                columns, norms = kernels.incoherent(x, weight, mask)
+                columns, norms = kernels.incoherent(lowered_input(projection.module, x), weight, mask)
                 self.add(site, None, columns, x, mask, self.incoherence, norms)
                 return
         self.add(site, None, kernels.columns(x, mask), x, mask, self.incoherence, self.norms(site))

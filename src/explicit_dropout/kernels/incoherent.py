@@ -1,4 +1,4 @@
-"""‖x_:j‖² and ‖W_:j‖², of which independent masks on the input x of a layer make Σ_j ‖x_:j‖² ‖W_:j‖², for compiled code.
+"""‖x_:j‖² and ‖W_:j‖², for compiled code: independent masks on the input x of a layer add their product to its output.
 
 As an operator, so that the compiler does not make the input of the layer a second time, in float32. Its gradients are
 in plain torch: pointwise, so the compiler makes them a part of whatever adds gradients there, as long as that does not
@@ -22,10 +22,8 @@ def serves_incoherent(x: Tensor, weight: Tensor) -> bool:
 
 
 def incoherent(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """‖x_:j‖² over the rows of x that count, and ‖W_:j‖², for every column j; x as autocast gives it to the layer."""
-    lower = energy.lowered(x)
-    found = torch.ops.explicit_dropout.incoherent(x if lower is None else x.to(lower), weight, mask)
-    return cast("tuple[Tensor, Tensor]", found)
+    """‖x_:j‖² over the rows of x that count, and ‖W_:j‖², for every column j; x as the model keeps it."""
+    return cast("tuple[Tensor, Tensor]", torch.ops.explicit_dropout.incoherent(x, weight, mask))
 
 
 @torch.library.custom_op("explicit_dropout::incoherent", mutates_args=())
