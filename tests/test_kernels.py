@@ -923,22 +923,23 @@ def test_compiled_code_has_hardly_a_kernel_more_under_a_law_without_variance():
 
 
 KEPT = [
-    (xd.paper(0.2), "value", 1.0), (xd.paper(0.2), "attended_value", 1.0),
-    (xd.inverted(0.2), "value", 0.0), (xd.inverted(0.2), "attended_value", 0.75),
+    (small_vit, xd.paper(0.2), "value", 1.0), (small_vit, xd.paper(0.2), "attended_value", 1.0),
+    (small_vit, xd.inverted(0.2), "value", 0.0), (small_vit, xd.inverted(0.2), "attended_value", 0.75),
+    (small_gpt2, xd.paper(0.2), "value", 1.0), (small_gpt2, xd.inverted(0.2), "value", 0.0),
 ]  # fmt: skip
 """How much more a layer keeps, in tensors of the residual stream: the output of its feed-forward network, which nothing
 else needs; numbers for every head and token, which are many in a model so narrow."""
 
 
-@pytest.mark.parametrize(("noise", "component", "more"), KEPT)
+@pytest.mark.parametrize(("make", "noise", "component", "more"), KEPT)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler has some for the user of small matrices
-def test_compiled_code_keeps_little_more_for_its_backward_pass(noise, component, more, monkeypatch):
+def test_compiled_code_keeps_little_more_for_its_backward_pass(make, noise, component, more, monkeypatch):
     monkeypatch.setattr(kernels.energy, "serves_compiled", lambda _: True)
-    images = draw((64, 3, 16, 16))
+    given = draw((64, 3, 16, 16)) if make is small_vit else torch.arange(64 * 17, device=DEVICE).reshape(64, 17) % 50
 
     def kept(penalised):
         torch._dynamo.reset()
-        model, sizes = small_vit(), {}
+        model, sizes = make(), {}
         reg = xd.ExplicitDropout(model, noise, **{component: 0.3}, feed_forward=0.3) if penalised else None
         compiled = torch.compile(model, fullgraph=True)
 
@@ -949,9 +950,9 @@ def test_compiled_code_keeps_little_more_for_its_backward_pass(noise, component,
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast(DEVICE, torch.bfloat16):
-            loss = compiled(pixel_values=images).logits.float().square().mean()
+            loss = compiled(given).logits.float().square().mean()
         (loss if reg is None else loss + reg()).backward()
         return sum(sizes.values())
 
-    stream = len(images) * 17 * 32 * 2
+    stream = len(given) * 17 * 32 * 2
     assert kept(True) - kept(False) < 2 * stream * (more + 0.1)
