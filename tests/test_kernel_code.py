@@ -101,6 +101,7 @@ def test_penalties(shape, compiled):
         )
     triton_incoherent.incoherent_of(x, empty(4 * features, features), mask)
     triton_incoherent.incoherent_of(x, empty(features, 4 * features).mT, None)
+    triton_incoherent.squares_of(x)
     energies = triton_gram.score_energies(queries, keys, bias, None, heads, causal)
     results = torch.empty_like(queries), torch.empty_like(keys)
     triton_gram.score_gradients(queries, keys, bias, None, heads, causal, energies, *results)

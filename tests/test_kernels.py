@@ -365,6 +365,44 @@ def test_the_incoherent_kernels_equal_plain_torch_and_repeat_themselves(shape, o
         assert torch.equal(first, second)
 
 
+SAMPLES = [(3, 5, 7), (0, 4, 8), (5, 0, 3), (4, 130, 150), (2, 65, 384)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", SAMPLES)
+def test_the_squares_of_samples_are_registered_soundly(shape, dtype):
+    x = draw(shape, dtype).requires_grad_()
+    torch.library.opcheck(torch.ops.explicit_dropout.squares.default, (x,))
+    found = torch.ops.explicit_dropout.squares(x)
+    close(found.detach(), x.detach().double().square().sum(1).to(found.dtype), 1e-5)
+    slopes = draw(found.shape, found.dtype, 3)
+    expected = 2 * slopes.double().unsqueeze(1) * x.detach().double()
+    close(torch.autograd.grad(found, x, slopes)[0], expected.to(dtype), 1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_second_derivatives_of_the_squares_of_samples_are_right():
+    x = draw((2, 3, 5), torch.float64).requires_grad_()
+    torch.autograd.gradcheck(torch.ops.explicit_dropout.squares, x)
+    torch.autograd.gradgradcheck(torch.ops.explicit_dropout.squares, x)
+
+
+@fused
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["even", "tokens first", "part of a wider input"])
+@pytest.mark.parametrize("shape", SAMPLES)
+def test_the_kernel_of_the_squares_of_samples_equals_plain_torch_and_repeats_itself(shape, layout, dtype):
+    from explicit_dropout.kernels.triton_incoherent import squares_of
+
+    x = draw(shape, dtype)
+    if layout == "tokens first":
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    elif layout == "part of a wider input":
+        x = torch.cat([x, x], -1)[..., shape[-1] :]
+    found = squares_of(x)
+    close(found, x.double().square().sum(1).float(), 1e-5)
+    assert torch.equal(found, squares_of(x))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_incoherent_operator_compiles_whole(backend):
     def function(x, weight):
@@ -925,10 +963,11 @@ def test_compiled_code_has_hardly_a_kernel_more_under_a_law_without_variance():
 KEPT = [
     (small_vit, xd.paper(0.2), "value", 1.0), (small_vit, xd.paper(0.2), "attended_value", 1.0),
     (small_vit, xd.inverted(0.2), "value", 0.0), (small_vit, xd.inverted(0.2), "attended_value", 0.75),
+    (small_vit, xd.inverted(0.2), "query", 1.0), (small_vit, xd.inverted(0.2), "query_key", 2.5),
     (small_gpt2, xd.paper(0.2), "value", 1.0), (small_gpt2, xd.inverted(0.2), "value", 0.0),
 ]  # fmt: skip
 """How much more a layer keeps, in tensors of the residual stream: the output of its feed-forward network, which nothing
-else needs; numbers for every head and token, which are many in a model so narrow."""
+else needs; numbers for every head and token, or pair of features, which are many in a model so narrow."""
 
 
 @pytest.mark.parametrize(("make", "noise", "component", "more"), KEPT)

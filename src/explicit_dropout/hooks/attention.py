@@ -233,12 +233,12 @@ class AttentionCall:
         return found
 
     def _compiled_squares(self, roles: tuple[str, ...]) -> dict[str, Tensor]:
-        """Column energies of the inputs of these projections, sample by sample, which the compiler fuses."""
+        """Column energies of the inputs of these projections, sample by sample."""
         inputs = {role: self.x if role == "query" else self.context for role in roles}
         found: dict[str, Tensor] = {}
         for role, x in inputs.items():
             if x is not None and x.ndim == 3:
-                found[role] = wide(self._lowered(role, x)).square().sum(1)
+                found[role] = kernels.squares(self._lowered(role, x))
         return found
 
     def _lowered(self, role: str, x: Tensor) -> Tensor:

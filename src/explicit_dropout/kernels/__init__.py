@@ -6,7 +6,8 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
 
     energy     Σ (x − b)², whole or by column, of a tensor that passes through
     norms      Σ W_ij² for every column of many weights at once
-    incoherent Σ_i x_ij² and Σ_i W_ij² for every column of a layer's input and weight, for compiled code
+    incoherent Σ_i x_ij² and Σ_i W_ij² for every column of a layer's input and weight, for compiled code;
+               Σ_i x_sij² for every sample and column
     gram       Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
     attended   Σ_ia A_ia² x_a of attention weights that are not kept
     spreads    ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
@@ -21,7 +22,7 @@ from explicit_dropout.kernels import plain
 from explicit_dropout.kernels.attended import attended_spread, serves_attended
 from explicit_dropout.kernels.energy import by_triton, columns, lowered, passing, passing_to, serves
 from explicit_dropout.kernels.gram import scores, serves_scores
-from explicit_dropout.kernels.incoherent import incoherent, serves_incoherent
+from explicit_dropout.kernels.incoherent import incoherent, serves_incoherent, squares
 from explicit_dropout.kernels.norms import norms
 from explicit_dropout.kernels.spreads import joint_spread, serves_spread, spread
 
@@ -43,4 +44,5 @@ __all__ = [
     "serves_scores",
     "serves_spread",
     "spread",
+    "squares",
 ]

@@ -1,8 +1,9 @@
 """‖x_:j‖² and ‖W_:j‖², for compiled code: independent masks on the input x of a layer add their product to its output.
 
-As an operator, so that the compiler does not make the input of the layer a second time, in float32. Its gradients are
-in plain torch: pointwise, so the compiler makes them a part of whatever adds gradients there, as long as that does not
-read from too many places. So the two are multiplied elsewhere: then the gradient of x is one vector times x.
+What they add to scores is made of ‖x_:j‖² of every sample. Both are operators, so that the compiler does not make the
+input of the layer a second time, in float32. Their gradients are in plain torch: pointwise, so the compiler makes them
+a part of whatever adds gradients there, as long as that does not read from too many places. So the norms of x and W are
+multiplied elsewhere: then the gradient of x is one vector times x.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from explicit_dropout.kernels.inlining import inlined
 def serves_incoherent(x: Tensor, weight: Tensor) -> bool:
     """Whether the operator is for such a layer in compiled code."""
     return energy.serves_compiled(x) and energy.serves_compiled(weight)
+
+
+def squares(x: Tensor) -> Tensor:
+    """Σ_i x_sij² for every sample s and column j of x (sample, token, column), which is as the model keeps it."""
+    if energy.serves_compiled(x):
+        return cast("Tensor", torch.ops.explicit_dropout.squares(x))
+    return plain.wide(x).square().sum(1)
 
 
 def incoherent(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -62,3 +70,34 @@ def _backward(
 
 
 incoherent_operator.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("explicit_dropout::squares", mutates_args=())
+def squares_operator(x: Tensor) -> Tensor:
+    """Σ_i x_sij² for every sample and column."""
+    if x.is_cuda and energy.serves_compiled(x):
+        from explicit_dropout.kernels.triton_incoherent import squares_of
+
+        return squares_of(x)
+    return plain.wide(x).square().sum(1)
+
+
+inlined(squares_operator, energy.serves_compiled)
+
+
+@squares_operator.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[2]), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _keep_input(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _squares_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return (2 * gradient.unsqueeze(1) * plain.wide(x)).to(x.dtype)
+
+
+squares_operator.register_autograd(_squares_backward, setup_context=_keep_input)

@@ -1,7 +1,7 @@
 """Triton: ‖x_:j‖² and ‖W_:j‖² of a layer's input and weight, in two launches, by steps that a compiler can follow.
 
 The first cuts the rows of both into parts and sums the squares of each part by column; the second adds the parts up, in
-a fixed order.
+a fixed order. For the squares of every sample, which has few rows, one launch is enough.
 """
 
 from __future__ import annotations
@@ -101,3 +101,22 @@ def incoherent_of(x: Tensor, weight: Tensor, mask: Tensor | None) -> tuple[Tenso
         second = Launch(_column_sums, (triton.cdiv(columns, FEW_COLUMNS), 1, 1), numbers)
         second(sums, inputs, norms)
     return inputs, norms
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _sample_squares(x, sums, tokens, columns, x_sample, x_row, x_column, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    sample, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = column < columns
+    own = x + sample * x_sample
+    found = _squares(own, own, 0, tokens, column, inside, x_row, x_column, False, BLOCK_R, BLOCK_C)
+    tl.store(sums + sample * columns + column, found, inside)
+
+
+def squares_of(x: Tensor) -> Tensor:
+    """Σ x² over the tokens of x (sample, token, column)."""
+    samples, tokens, columns = x.shape
+    sums = x.new_empty((samples, columns), dtype=torch.float32)
+    numbers = tokens, columns, *x.stride(), BLOCK_ROWS, BLOCK_COLUMNS
+    Launch(_sample_squares, (samples, triton.cdiv(columns, BLOCK_COLUMNS), 1), numbers)(x, sums)
+    return sums
