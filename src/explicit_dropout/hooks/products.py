@@ -25,7 +25,7 @@ def lowered_input(module: nn.Module, x: Tensor) -> Tensor:
     if lower is None:
         return x
     if is_plain_linear(module) and type(module) is not nn.Linear:  # Conv1D has rows before autocast lowers them
-        return x.view(-1, x.shape[-1]).to(lower).view(x.shape)
+        return x.reshape(-1, x.shape[-1]).to(lower).view(x.shape)
     return x.to(lower)
 
 

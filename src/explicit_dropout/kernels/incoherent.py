@@ -26,7 +26,7 @@ def squares(x: Tensor) -> Tensor:
     """Σ_i x_sij² for every sample s and column j of x (sample, token, column), which is as the model keeps it."""
     if energy.serves_compiled(x):
         return cast("Tensor", torch.ops.explicit_dropout.squares(x))
-    return plain.wide(x).square().sum(1)
+    return plain.squares(x)
 
 
 def incoherent(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def squares_operator(x: Tensor) -> Tensor:
         from explicit_dropout.kernels.triton_incoherent import squares_of
 
         return squares_of(x)
-    return plain.wide(x).square().sum(1)
+    return plain.squares(x)
 
 
 inlined(squares_operator, energy.serves_compiled)

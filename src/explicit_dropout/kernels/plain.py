@@ -34,6 +34,11 @@ def columns(x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -
     return deviation(x, bias, mask).reshape(-1, x.shape[-1]).square().sum(0)
 
 
+def squares(x: Tensor) -> Tensor:
+    """Σ_i x_sij² for every sample and column of x (sample, token, column)."""
+    return wide(x).square().sum(1)
+
+
 def energies(x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
     """Numbers that add up to Σ_ij (x_ij − b_j)²: the whole sum, or in compiled code that of every row.
 
