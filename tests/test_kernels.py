@@ -615,13 +615,14 @@ def test_attended_values_and_their_gradients_equal_plain_torch(dtype, causal, pa
 
 
 ATTENDED = [(2, 65, 65, 20, 70), (3, 33, 33, 16, 130), (1, 300, 300, 3, 9), (1, 40, 40, 80, 5), (2, 9, 9, 130, 5)]
+ATTENDED += [(1, tokens, tokens, width, 5) for tokens, width in ((16, 64), (17, 3), (18, 16), (64, 17), (66, 8))]
 ACROSS = [(2, 33, 70, 20, 9), (2, 70, 1, 4, 9), (2, 1, 65, 32, 9), (2, 0, 5, 4, 9), (1, 7, 280, 5, 4)]
 if DEVICE == "cuda":
     ATTENDED += [(32, 65, 65, 32, 40), (5, 197, 197, 64, 40), (2, 1024, 1024, 64, 33), (2, 515, 515, 128, 9)]
     ATTENDED += [(8, 197, 197, 4, 768)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "causal"),
     [*((shape, causal) for shape in ATTENDED for causal in (False, True)), *((shape, False) for shape in ACROSS)],

@@ -19,6 +19,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from explicit_dropout.kernels import triton_short
 from explicit_dropout.kernels.energy import interpreted
 from explicit_dropout.kernels.launch import Launch, remembered
 from explicit_dropout.kernels.triton_gram import _put
@@ -259,12 +260,14 @@ def columns(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: boo
     Queries and keys are (batch, token or context, heads · width), the last axis without gaps.
     """
     (batch, tokens, features), context = queries.shape, keys.shape[1]
-    width = features // heads
-    size = _size(tokens, context, width)
-    blocks = triton.cdiv(tokens, size)
     levels = queries.new_empty((batch, heads, tokens), dtype=torch.float32)
     if not queries.numel() or not keys.numel():
         return queries.new_zeros((batch, heads, context), dtype=torch.float32), levels
+    if triton_short.serves(queries, keys, heads):
+        return triton_short.columns(queries, keys, heads, scale, causal, levels), levels
+    width = features // heads
+    size = _size(tokens, context, width)
+    blocks = triton.cdiv(tokens, size)
     parts = queries.new_empty((batch, heads, blocks, context), dtype=torch.float32)
     numbers = tokens, context, *queries.stride()[:2], *keys.stride()[:2]
     launch = _launch(
@@ -281,6 +284,8 @@ def column_gradients(
     (batch, tokens, features), context = queries.shape, keys.shape[1]
     if not queries.numel() or not keys.numel():
         return queries.new_zeros(queries.shape), keys.new_zeros(keys.shape)
+    if triton_short.serves(queries, keys, heads):
+        return triton_short.column_gradients(queries, keys, heads, scale, causal, levels, slopes)
     width = features // heads
     size = _size(tokens, context, width)
     results = queries.new_empty(queries.shape), keys.new_empty(keys.shape)

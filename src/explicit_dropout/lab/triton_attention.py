@@ -14,13 +14,13 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from explicit_dropout.kernels.triton_short import SMALLEST, load_one, store_one, tile
+
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
 RENORMALISED, RESCALED = 1, 2
 """What becomes of the weights that are left when others are dropped."""
 LOG2E = tl.constexpr(1.4426950408889634)
-SMALLEST = 16
-"""Tokens or features in a tile: less than this the GPU does not multiply."""
 
 
 @triton.jit
@@ -35,18 +35,6 @@ def _store(tensor, values, tokens, stride, width, TOKENS: tl.constexpr, WIDTH: t
     token, feature = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     there = (token < tokens)[:, None] & (feature < width)[None, :]
     tl.store(tensor + token[:, None] * stride + feature[None, :], values.to(tensor.dtype.element_ty), there)
-
-
-@triton.jit
-def _load_one(tensor, token, stride, width, WIDTH: tl.constexpr):
-    feature = tl.arange(0, WIDTH)
-    return tl.load(tensor + token * stride + feature, feature < width, 0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_one(tensor, values, token, stride, width, WIDTH: tl.constexpr):
-    feature = tl.arange(0, WIDTH)
-    tl.store(tensor + token * stride + feature, values.to(tensor.dtype.element_ty), feature < width)
 
 
 @triton.jit
@@ -135,21 +123,21 @@ def _forward(
     k_extra = tl.zeros((WIDTH,), tl.float32)
     v_extra = k_extra
     if EXTRA:
-        k_extra = _load_one(key, TOKENS, stride, width, WIDTH)
-        v_extra = _load_one(value, TOKENS, stride, width, WIDTH)
+        k_extra = load_one(key, TOKENS, stride, width, WIDTH)
+        v_extra = load_one(value, TOKENS, stride, width, WIDTH)
     p, p_x, kept, kept_x = _weights(q, k, k_extra, mask, tokens, mask_query, scale, factor, MASK, EXTRA, TOKENS)
     if MASK == 2:
         p, p_x = p * kept, p_x * kept_x
     attended = tl.dot(p.to(q.dtype), v)
     if EXTRA:
         attended += p_x[:, None] * v_extra[None, :]
-        q_extra = _load_one(query, TOKENS, stride, width, WIDTH)
+        q_extra = load_one(query, TOKENS, stride, width, WIDTH)
         r, r_x, kept_r, kept_r_x = _weights_of_extra(
             q_extra, k, k_extra, mask, tokens, mask_query, scale, factor, MASK, TOKENS
         )
         if MASK == 2:
             r, r_x = r * kept_r, r_x * kept_r_x
-        _store_one(out, tl.sum(r[:, None] * v.to(tl.float32), 0) + r_x * v_extra, TOKENS, stride, width, WIDTH)
+        store_one(out, tl.sum(r[:, None] * v.to(tl.float32), 0) + r_x * v_extra, TOKENS, stride, width, WIDTH)
     _store(out, attended, tokens, stride, width, TOKENS, WIDTH)
 
 
@@ -171,8 +159,8 @@ def _backward(
     k_extra = tl.zeros((WIDTH,), tl.float32)
     v_extra = k_extra
     if EXTRA:
-        k_extra = _load_one(key, TOKENS, stride, width, WIDTH)
-        v_extra = _load_one(value, TOKENS, stride, width, WIDTH)
+        k_extra = load_one(key, TOKENS, stride, width, WIDTH)
+        v_extra = load_one(value, TOKENS, stride, width, WIDTH)
     p, p_x, kept, kept_x = _weights(q, k, k_extra, mask, tokens, mask_query, scale, factor, MASK, EXTRA, TOKENS)
     dp = tl.dot(do, tl.trans(v))
     dp_x = tl.sum(do.to(tl.float32) * v_extra[None, :], 1)
@@ -187,8 +175,8 @@ def _backward(
     if EXTRA:
         ds_x = p_x * (dp_x - mean) * scale
         dq += ds_x[:, None] * k_extra[None, :]
-        q_extra = _load_one(query, TOKENS, stride, width, WIDTH)
-        do_extra = _load_one(gradient, TOKENS, stride, width, WIDTH)
+        q_extra = load_one(query, TOKENS, stride, width, WIDTH)
+        do_extra = load_one(gradient, TOKENS, stride, width, WIDTH)
         r, r_x, kept_r, kept_r_x = _weights_of_extra(
             q_extra, k, k_extra, mask, tokens, mask_query, scale, factor, MASK, TOKENS
         )
@@ -203,18 +191,12 @@ def _backward(
         dq_extra = tl.sum(es[:, None] * k.to(tl.float32), 0) + es_x * k_extra
         dk_extra = tl.sum(ds_x[:, None] * q.to(tl.float32), 0) + es_x * q_extra
         dv_extra = tl.sum(used_x[:, None] * do.to(tl.float32), 0) + used_r_x * do_extra
-        _store_one(query_result, dq_extra, TOKENS, stride, width, WIDTH)
-        _store_one(key_result, dk_extra, TOKENS, stride, width, WIDTH)
-        _store_one(value_result, dv_extra, TOKENS, stride, width, WIDTH)
+        store_one(query_result, dq_extra, TOKENS, stride, width, WIDTH)
+        store_one(key_result, dk_extra, TOKENS, stride, width, WIDTH)
+        store_one(value_result, dv_extra, TOKENS, stride, width, WIDTH)
     _store(query_result, dq, tokens, stride, width, TOKENS, WIDTH)
     _store(key_result, dk, tokens, stride, width, TOKENS, WIDTH)
     _store(value_result, dv, tokens, stride, width, TOKENS, WIDTH)
-
-
-def tile(tokens: int) -> tuple[bool, int]:
-    """Whether one token is kept beside the tile, and the tokens of the tile."""
-    extra = tokens > SMALLEST and (tokens - 1) & (tokens - 2) == 0
-    return extra, max(SMALLEST, triton.next_power_of_2(tokens - extra))
 
 
 def _settings(q: Tensor, heads: int, dropped: Tensor | None, renormalise: bool, rate: float) -> tuple[object, ...]:
