@@ -187,13 +187,11 @@ def begin(output: Path | None, add: bool, facts: dict[str, Any]) -> dict[str, An
 
 
 def put(rows: list[Row], row: Row) -> None:
-    """Add a row, in the place of an older one of the same cell."""
+    """Add a row, for an older one of the same cell; rows stand in the order of modes and treatments, whenever made."""
     cell = ("model", "mode", "treatment")
-    same = [place for place, old in enumerate(rows) if all(old[name] == row[name] for name in cell)]
-    if same:
-        rows[same[0]] = row
-    else:
-        rows.append(row)
+    rows[:] = [old for old in rows if any(old[name] != row[name] for name in cell)] + [row]
+    models, treatments = list(dict.fromkeys(row["model"] for row in rows)), list(TREATMENTS)
+    rows.sort(key=lambda row: (models.index(row["model"]), MODES.index(row["mode"]), treatments.index(row["treatment"])))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
