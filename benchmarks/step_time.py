@@ -190,8 +190,8 @@ def put(rows: list[Row], row: Row) -> None:
     """Add a row, for an older one of the same cell; rows stand in the order of modes and treatments, whenever made."""
     cell = ("model", "mode", "treatment")
     rows[:] = [old for old in rows if any(old[name] != row[name] for name in cell)] + [row]
-    models, treatments = list(dict.fromkeys(row["model"] for row in rows)), list(TREATMENTS)
-    rows.sort(key=lambda row: (models.index(row["model"]), MODES.index(row["mode"]), treatments.index(row["treatment"])))
+    orders = list(dict.fromkeys(row["model"] for row in rows)), MODES, list(TREATMENTS)
+    rows.sort(key=lambda row: [order.index(row[name]) for name, order in zip(cell, orders, strict=True)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

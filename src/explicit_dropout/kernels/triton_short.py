@@ -1,8 +1,8 @@
 """Triton: column energies of attention weights over few tokens. One program has all of a head of a sample.
 
 The kernels for any number of tokens (`triton_attended`) make scores a block of pairs at a time: twice forward, for
-levels and for weights, and twice backward, for queries and for keys. Few tokens have all their weights in registers, and
-each is made once forward and once backward:
+levels and for weights, and twice backward, for queries and for keys. Few tokens have all their weights in registers,
+each made once forward and once backward:
 
     c_a = Σ_i A_ia²,   slope of s Q Kᵀ at (i, a):  D_ia = A_ia (g_a A_ia − Σ_b g_b A_ib²),   dQ = 2s D K,   dK = 2s Dᵀ Q
 
@@ -123,11 +123,9 @@ def _short_columns(
 @triton.jit
 def _multiply(slopes, side):
     """Their product, in the precision of the side. Half of that range is too small for slopes: float16 is widened."""
-    if side.dtype == tl.bfloat16:
-        product = tl.dot(slopes.to(tl.bfloat16), side)
-    else:
-        product = tl.dot(slopes, side.to(tl.float32))
-    return product
+    if side.dtype != tl.bfloat16:
+        side = side.to(tl.float32)
+    return tl.dot(slopes.to(side.dtype), side)
 
 
 @triton.jit(do_not_specialize=["slope_sample", "slope_head", "heads"])
