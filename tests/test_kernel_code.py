@@ -20,7 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from explicit_dropout.kernels import triton_attended, triton_energy, triton_gram, triton_incoherent, triton_spread
+from explicit_dropout.kernels import (
+    triton_attended,
+    triton_energy,
+    triton_gram,
+    triton_incoherent,
+    triton_reach,
+    triton_spread,
+)
 from explicit_dropout.lab import triton_attention
 from explicit_dropout.lab.data import augment, triton_augment
 
@@ -115,6 +122,18 @@ def test_penalties(shape, compiled):
     triton_attended.square_gradients(x, norms, triton_attended.squares(x, norms))
     last = "_short_gradients" if dtype != torch.float32 and tokens <= 65 else "_attended_keys"
     assert {form for name, form, _ in compiled if name == last} == set(FLOATS)
+    assert [found for found in compiled if found[2] > FEW] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [3, 6, 12])
+def test_what_reaches_causal_scores(heads, dtype, compiled):
+    keys, weight = empty(8, 1024, 384, dtype=dtype), empty(384, 384, dtype=dtype)
+    sums = empty(8, 1024, 384, dtype=torch.bfloat16)
+    triton_reach.energies(keys, weight, sums, heads)
+    triton_reach.squares(keys, weight, heads)
+    triton_reach.gradients(keys, weight, sums, empty(8), heads)
+    assert len(compiled) == 4
     assert [found for found in compiled if found[2] > FEW] == []
 
 

@@ -568,6 +568,81 @@ def test_the_operators_of_spreads_are_registered_soundly():
     close(slope.double(), other.transpose(1, 2).flatten(2), 2**-6)
 
 
+REACHES = [(2, 20, 2, 8, 12), (3, 70, 3, 16, 70), (1, 1, 2, 20, 5), (0, 4, 2, 8, 6), (2, 130, 1, 33, 130)]
+if DEVICE == "cuda":
+    REACHES += [(4, 1024, 12, 64, 768), (5, 515, 3, 128, 200)]
+
+
+def reached_plainly(queries, keys, first, x, second, y, heads):
+    """What is incoherent in causal scores under dropout before the first, the second and both projections."""
+    q, k = (torch.unflatten(side, -1, (heads, -1)).transpose(1, 2) for side in (queries, keys))
+    weights = [torch.unflatten(weight, 0, (heads, -1)) for weight in (first, second)]
+    later = x.square().flip(1).cumsum(1).flip(1)
+    earlier = y.square().cumsum(1)
+    both = (weights[0].mT @ weights[1]).square().sum(0)
+    return (
+        (later[:, None] * (k @ weights[0]).square()).sum((1, 2, 3)),
+        (earlier[:, None] * (q @ weights[1]).square()).sum((1, 2, 3)),
+        ((later @ both) * y.square()).sum((1, 2)),
+    )
+
+
+def reached(queries, keys, first, x, second, y, heads):
+    return (
+        kernels.reach(keys, first, x, heads, True),
+        kernels.reach(queries, second, y, heads, False),
+        kernels.joint_reach(first, x, second, y, heads),
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", REACHES)
+def test_what_reaches_causal_scores_and_its_gradients_equal_plain_torch(shape, dtype, compiled):
+    batch, tokens, heads, width, inputs = shape
+    features = heads * width
+    queries, keys = (draw((batch, tokens, features), dtype, seed) for seed in (1, 2))
+    keys = torch.cat([keys, keys], -1)[..., features:]  # a part of a fused projection
+    first, second = (0.01 * draw((features, inputs), seed=seed) for seed in (3, 4))  # or float16 has no gradient
+    x, y = (draw((batch, tokens, inputs), dtype, seed) for seed in (5, 6))
+    weighting = draw((batch,), seed=7)
+    torch._dynamo.reset()
+    mine = torch.compile(reached, fullgraph=True, backend="aot_eager") if compiled else reached
+    found = []
+    for function, precision in ((mine, None), (reached_plainly, torch.float64)):
+        given = queries, keys, first, x, second, y
+        leaves = [(g if precision is None else g.to(precision)).detach().requires_grad_() for g in given]
+        results = function(*leaves, heads)
+        loss = sum((energy * weighting).sum() for energy in results)
+        found.append([*(energy.detach() for energy in results), *torch.autograd.grad(loss, leaves)])
+    for mine, other in zip(*found, strict=True):
+        assert mine.shape == other.shape
+        assert (mine.double() - other).norm() <= 1e-2 * other.norm()
+
+
+def test_what_reaches_causal_scores_is_the_same_bits_every_time_and_has_no_second_derivative():
+    given = [draw((2, 70, 48), torch.bfloat16, 1), draw((48, 40), seed=2), draw((2, 70, 40), torch.bfloat16, 3)]
+    leaves = [g.requires_grad_() for g in given]
+    results = []
+    for _ in range(2):
+        energies = kernels.reach(*leaves, 3, True)
+        results.append((energies, *torch.autograd.grad(energies.sum(), leaves)))
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    with pytest.raises(RuntimeError, match="no second derivative in half precision"):
+        torch.autograd.grad(kernels.reach(*leaves, 3, True).sum(), leaves, create_graph=True)
+
+
+def test_the_operators_of_what_reaches_causal_scores_are_registered_soundly():
+    operators, told = torch.ops.explicit_dropout, (2, True)
+    others, weight, x = draw((3, 20, 16), torch.bfloat16), draw((16, 12), seed=2), draw((3, 20, 12), torch.bfloat16, 3)
+    other, slopes = draw((16, 12), seed=4), draw((3,), seed=5)
+    torch.library.opcheck(operators.reach_gradients.default, (others, weight, x, *told, slopes))
+    torch.library.opcheck(operators.joint_reach_gradients.default, (weight, x, other, x, 2, slopes))
+    leaves = [tensor.requires_grad_() for tensor in (others, weight, x, other)]
+    torch.library.opcheck(operators.reach.default, (*leaves[:3], *told))
+    torch.library.opcheck(operators.joint_reach.default, (leaves[1], leaves[2], leaves[3], x.detach().clone(), 2))
+
+
 # ---------------------------------------------------------------------------------------------- attended values
 
 
@@ -935,6 +1010,38 @@ def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operato
 
         results.append(trained(small_vit(), xd.inverted(0.2), (component,), compiled, autocast=True))
         assert backend.has("grams") == (own and backend.straight)
+    agree(*results, 2e-2)
+
+
+@pytest.mark.parametrize("component", ["query", "key", "query_key"])
+def test_a_compiled_decoder_in_half_precision_has_its_incoherent_scores_by_operators(component, monkeypatch):
+    from hosts import fused as without_mask
+
+    monkeypatch.setattr(kernels.energy, "serves_compiled", lambda _: True)
+    results = []
+    for own, serves in ((True, kernels.serves_reach), (False, lambda *_: False)):
+        monkeypatch.setattr(kernels, "serves_reach", serves)
+        backend = Watched()
+
+        def compiled(model, backend=backend):
+            return torch.compile(model, fullgraph=True, backend=backend)
+
+        model = without_mask(small_gpt2())
+        results.append(trained(model, xd.inverted(0.2), (component,), compiled, autocast=True))
+        assert backend.has("reach") == own
+        assert backend.has("joint_reach") == (own and component == "query_key")
+    agree(*results, 2e-2)
+
+
+@fused
+@pytest.mark.parametrize("component", ["query", "key", "query_key"])
+def test_a_decoder_in_half_precision_has_its_incoherent_scores_by_kernels(component, monkeypatch):
+    calls, reach, results = [], kernels.reach, []
+    monkeypatch.setattr(kernels, "reach", lambda *given: calls.append(given) or reach(*given))
+    for serves in (kernels.serves_reach, lambda *_: False):
+        monkeypatch.setattr(kernels, "serves_reach", serves)
+        results.append(trained(small_gpt2(), xd.inverted(0.2), (component,), autocast=True))
+    assert len(calls) == 2 * 2 * (1 + (component == "query_key"))  # steps, layers, sides
     agree(*results, 2e-2)
 
 

@@ -44,7 +44,10 @@ class AttendedHook:
 
 
 class SquaresHook:
-    """Before a query or key projection: the column energies of its input, sample by sample, where kernels take them."""
+    """Before a query or key projection: the column energies of its input, sample by sample, where kernels take them.
+
+    In causal order it is the input itself that they take, in the precision in which the projection keeps it.
+    """
 
     def __init__(self, tap: Tap, attention: Attention, roles: list[str]) -> None:
         self.tap, self.attention, self.roles = tap, attention, roles
@@ -52,7 +55,7 @@ class SquaresHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tap, attention = self.tap, self.attention
-        if attention.causal or attention.cross or not tap.watching(module):
+        if attention.cross or not tap.watching(module):
             return None
         x = only_input(tap.path, args, kwargs)
         lower = kernels.lowered(x) if self.plain else None
@@ -60,6 +63,10 @@ class SquaresHook:
         served = half and x.ndim == 3 and kernels.serves(x) and kernels.by_triton(x)
         if not served or by_sample(tap, x)[1] is not None:
             return None
+        if attention.causal:
+            passed = x if lower is None else x.to(lower)
+            tap.observed().tensors |= {f"{role} input": passed for role in self.roles}
+            return with_input(passed, args, kwargs)
         samples = x.shape[0]
         passed, columns = kernels.passing(x, lower=lower, by_column=True, samples=samples)
         for role in self.roles:
@@ -214,7 +221,9 @@ class AttentionCall:
         """The incoherent energies, each with its factor; None where kernels do not serve."""
         attention, variance, seen = self.attention, self.tap.noise.variance, self.seen
         roles = ("query", "key") if component == "query_key" else (component,)
-        if pairs.causal or attention.cross or not kernels.serves_spread(queries, attention.heads):
+        if pairs.causal:
+            return self._reaches(roles, queries, keys)
+        if attention.cross or not kernels.serves_spread(queries, attention.heads):
             return None
         if torch.compiler.is_compiling():
             squares = self._compiled_squares(roles)
@@ -230,6 +239,28 @@ class AttentionCall:
         if len(roles) == 2:
             query, key = ((weights[role], squares[role]) for role in roles)
             found.append((variance**2, kernels.joint_spread(*query, *key, heads=attention.heads)))
+        return found
+
+    def _reaches(self, roles: tuple[str, ...], queries: Tensor, keys: Tensor) -> list[tuple[float, Tensor]] | None:
+        """The same in causal order: a key is reached by the queries from it on, a query by the keys up to it."""
+        attention, variance = self.attention, self.tap.noise.variance
+        inputs: dict[str, Tensor] = {}
+        for role in roles:
+            x = self.seen.get(f"{role} input")
+            if x is None and torch.compiler.is_compiling():
+                x = self._lowered(role, self._present(self.x if role == "query" else self.context, role))
+            if x is None or attention.cross or not kernels.serves_reach(queries, x, attention.heads):
+                return None
+            inputs[role] = x
+        others = {"query": keys, "key": queries}
+        weights = {role: _whole(getattr(attention, role))[0] for role in roles}
+        found = [
+            (variance, kernels.reach(others[role], weights[role], inputs[role], attention.heads, role == "query"))
+            for role in roles
+        ]
+        if len(roles) == 2:
+            query, key = ((weights[role], inputs[role]) for role in roles)
+            found.append((variance**2, kernels.joint_reach(*query, *key, heads=attention.heads)))
         return found
 
     def _compiled_squares(self, roles: tuple[str, ...]) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     gram       Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
     attended   Σ_ia A_ia² x_a of attention weights that are not kept
     spreads    ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
+    reach      Σ_a Σ_c Y_ac (k_a · W_:c)², what is incoherent in causal scores, Y_a the squares that reach a
     plain      the same in plain torch: in float64, under function transforms, and to compare with
 
-On a GPU they are Triton kernels, with matrix products of torch between them in the spreads; on a CPU energy, gram and
+On a GPU they are Triton kernels, with products of torch between them in spreads and reach; on a CPU energy, gram and
 attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches them as operators
 (`torch.ops.explicit_dropout`), whose kernels the compiler launches itself (`inlining`); it fuses the pointwise rest.
 """
@@ -24,6 +25,7 @@ from explicit_dropout.kernels.energy import by_triton, columns, lowered, passing
 from explicit_dropout.kernels.gram import scores, serves_scores
 from explicit_dropout.kernels.incoherent import incoherent, serves_incoherent, squares
 from explicit_dropout.kernels.norms import norms
+from explicit_dropout.kernels.reach import joint_reach, reach, serves_reach
 from explicit_dropout.kernels.spreads import joint_spread, serves_spread, spread
 
 __all__ = [
@@ -31,16 +33,19 @@ __all__ = [
     "by_triton",
     "columns",
     "incoherent",
+    "joint_reach",
     "joint_spread",
     "lowered",
     "norms",
     "passing",
     "passing_to",
     "plain",
+    "reach",
     "scores",
     "serves",
     "serves_attended",
     "serves_incoherent",
+    "serves_reach",
     "serves_scores",
     "serves_spread",
     "spread",

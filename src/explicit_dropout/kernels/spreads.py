@@ -59,7 +59,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second()
+        refuse_second()
         others, weight, squares, along = ctx.saved_tensors
         each = gradients[0][:, None]
         weighted = (each * squares).to(torch.bfloat16)
@@ -89,7 +89,7 @@ class _JointSpread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second()
+        refuse_second()
         weight, squares, other, other_squares, along = ctx.saved_tensors
         each, heads, dtype = gradients[0][:, None], ctx.heads, torch.bfloat16
         weighted, low = (each * squares).to(dtype), other_squares.to(dtype)
@@ -100,7 +100,7 @@ class _JointSpread(torch.autograd.Function):
         return of_weight, each * along, of_other, (matrices @ other_pairs).float(), None
 
 
-def _refuse_second() -> None:
+def refuse_second() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "the penalty of attention scores has no second derivative in half precision on a GPU; use float32"
