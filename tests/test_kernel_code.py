@@ -116,6 +116,8 @@ def test_penalties(shape, compiled):
     if not causal:
         matrices = triton_spread.grams(keys, heads)
         triton_spread.products(keys, matrices, heads)
+        weight = empty(features, features)
+        triton_spread.weight_gradient(triton_spread.pairs(weight, heads), weight, heads)
     columns, levels = triton_attended.columns(queries, keys, heads, width**-0.5, causal)
     triton_attended.column_gradients(queries, keys, heads, width**-0.5, causal, levels, columns)
     norms = empty(heads, features)

@@ -553,6 +553,26 @@ def test_spreads_and_their_gradients_equal_plain_torch(shape, compiled):
         torch.autograd.grad(energy, leaf, create_graph=True)
 
 
+@fused
+@pytest.mark.parametrize("layout", ["even", "part of a fused one", "Conv1D's"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_of_rows_of_any_weight_and_their_gradient_equal_plain_torch(dtype, layout):
+    from explicit_dropout.kernels import triton_spread
+
+    weight = draw((3 * 6, 130), dtype, 1)
+    if layout == "part of a fused one":
+        weight = torch.cat([weight, weight, weight])[18:36]
+    elif layout == "Conv1D's":
+        weight = torch.cat([weight, weight]).mT.contiguous()[:, 18:].mT
+    rows = torch.unflatten(weight.double(), 0, (3, 6))
+    close(triton_spread.pairs(weight, 3).double(), (rows[:, :, None] * rows[:, None]).flatten(0, 2), 2**-7)
+    slopes = draw((3, 6, 6, 130), torch.bfloat16, 2)
+    slopes = (slopes + slopes.transpose(1, 2)).contiguous()  # symmetric in the pair
+    expected = 2 * (slopes.double() * rows[:, None]).sum(2).flatten(0, 1)
+    found = triton_spread.weight_gradient(slopes.flatten(0, 2), weight, 3)
+    close(found, expected.to(dtype), 2**-7 if dtype == torch.bfloat16 else 1e-5)
+
+
 def test_the_operators_of_spreads_are_registered_soundly():
     side = draw((3, 20, 16), torch.bfloat16).requires_grad_()
     operators = torch.ops.explicit_dropout

@@ -109,23 +109,18 @@ def refuse_second() -> None:
 
 def _pairs(weight: Tensor, heads: int) -> Tensor:
     """P, (head · width · width, in): products of pairs of rows of a head's weight."""
-    rows = torch.unflatten(weight.detach(), 0, (heads, -1))
-    shape = (heads, rows.shape[1], rows.shape[1], rows.shape[2])
-    pairs = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
-    return torch.mul(rows[:, :, None], rows[:, None], out=pairs).flatten(0, 2)
+    return cast("Tensor", _triton().pairs(weight.detach(), heads))
 
 
 def _differentiable_pairs(weight: Tensor, heads: int) -> Tensor:
-    """The same for the compiler, which knows its gradient and never has the products in float32."""
+    """P for the compiler, which knows its gradient and never has the products in float32."""
     rows = torch.unflatten(weight, 0, (heads, -1))
     return (rows[:, :, None] * rows[:, None]).to(torch.bfloat16).flatten(0, 2)
 
 
 def _of_weight(of_pairs: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """What the gradient of P makes of the weight: 2 Σ_f ∂P_(ef)c W_fc, since both are symmetric in e and f."""
-    rows = torch.unflatten(weight, 0, (heads, -1))
-    folded = torch.unflatten(of_pairs, 0, (heads, rows.shape[1], rows.shape[1]))
-    return (2 * (folded * rows[:, None].to(folded.dtype)).sum(2, dtype=torch.float32)).flatten(0, 1).to(weight.dtype)
+    """What the gradient of P makes of the weight."""
+    return cast("Tensor", _triton().weight_gradient(of_pairs, weight, heads))
 
 
 # ---------------------------------------------------------------------------------------------- operators
