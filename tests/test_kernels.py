@@ -652,6 +652,25 @@ def test_what_reaches_causal_scores_is_the_same_bits_every_time_and_has_no_secon
         torch.autograd.grad(kernels.reach(*leaves, 3, True).sum(), leaves, create_graph=True)
 
 
+def test_nothing_is_kept_for_what_reaches_causal_scores_but_what_there_is():
+    given = [draw((2, 70, 48), torch.bfloat16, 1), draw((48, 40), seed=2), draw((2, 70, 40), torch.bfloat16, 3)]
+    others, weight, x = (g.requires_grad_() for g in given)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+        kernels.reach(others, weight, x, 3, False)
+        kernels.joint_reach(weight, x, weight, x, 3)
+    assert {tensor.data_ptr() for tensor in kept} == {tensor.data_ptr() for tensor in given}
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU says how much memory there was")
+def test_products_with_all_heads_are_never_whole_on_a_gpu():
+    x, weight = draw((2, 2048, 768), torch.bfloat16, 1).requires_grad_(), draw((768, 768), seed=2).requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kernels.reach(x, weight, x, 12, True).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 12 * x.numel() * 4  # the products of 12 heads alone
+
+
 def test_the_operators_of_what_reaches_causal_scores_are_registered_soundly():
     operators, told = torch.ops.explicit_dropout, (2, True)
     others, weight, x = draw((3, 20, 16), torch.bfloat16), draw((16, 12), seed=2), draw((3, 20, 12), torch.bfloat16, 3)
