@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU, be there one or not, and has what it works on in registers.
+"""Every kernel compiles for a Hopper GPU, be there one or not, and has what it works on in registers and shared memory.
 
 Numbers with a point come as Triton takes them from Python, float32, and as torch's compiler hands them over: float64,
 and constants while it looks for what a kernel writes to.
@@ -31,11 +31,12 @@ from explicit_dropout.kernels import (
 from explicit_dropout.lab import triton_attention
 from explicit_dropout.lab.data import augment, triton_augment
 
-HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
+MEMORY = {90: 232448, 89: 101376}
+"""Bytes of shared memory that a program may have, by the GPU's capability."""
 FEW = 32
 """Bytes of registers that a thread may put into memory: no tile, only numbers."""
 FLOATS = ("fp32", "fp64", "constexpr")
@@ -48,16 +49,18 @@ SHAPES = {
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled(request, monkeypatch):
     """What is launched while a test runs is compiled instead, in every form; (name, form, bytes spilled) of each."""
-    found = []
+    found, capability = [], getattr(request, "param", 90)
 
     def run(kernel, *arguments, grid, warmup, num_warps=4, enable_fp_fusion=True):
         del grid, warmup
         options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
         for floats in FLOATS if any(isinstance(value, float) for value in arguments) else FLOATS[:1]:
-            made = triton.compile(source(kernel, arguments, floats), target=HOPPER, options=options)
-            found.append((kernel.fn.__name__, floats, spilled(made.asm["ptx"])))
+            target = GPUTarget("cuda", capability, 32)
+            made = triton.compile(source(kernel, arguments, floats), target=target, options=options)
+            assert made.metadata.shared <= MEMORY[capability], kernel.fn.__name__
+            found.append((kernel.fn.__name__, floats, spilled(made.asm["ptx"], capability)))
 
     monkeypatch.setattr(JITFunction, "run", run)
     return found
@@ -84,9 +87,10 @@ def source(kernel, arguments, floats):
     return ASTSource(kernel, kinds, constants, multiples)
 
 
-def spilled(code):
+def spilled(code, capability):
     """Bytes of registers that are put into memory."""
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-", "-o", "/dev/null"]
+    name = "sm_90a" if capability == 90 else f"sm_{capability}"
+    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", "-", "-o", "/dev/null"]
     told = subprocess.run(command, input=code, capture_output=True, text=True, check=True).stderr
     return sum(map(int, re.findall(r"(\d+) bytes spill stores", told)))
 
@@ -127,6 +131,7 @@ def test_penalties(shape, compiled):
     assert [found for found in compiled if found[2] > FEW] == []
 
 
+@pytest.mark.parametrize("compiled", MEMORY, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [3, 6, 12])
 def test_what_reaches_causal_scores(heads, dtype, compiled):

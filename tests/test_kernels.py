@@ -554,6 +554,15 @@ def test_spreads_and_their_gradients_equal_plain_torch(shape, compiled):
 
 
 @fused
+def test_spreads_leave_the_range_of_float16():
+    others, weight = 8 * draw((1, 1024, 32), torch.float16, 1), draw((32, 16), seed=2)
+    squares = torch.full((1, 16), 7e4, device=DEVICE)
+    with torch.autocast(DEVICE, torch.float16):
+        found = [kernels.spread(others, weight, squares, 2), kernels.joint_spread(weight, squares, weight, squares, 2)]
+    assert all(energies.isfinite().all() for energies in found)
+
+
+@fused
 @pytest.mark.parametrize("layout", ["even", "part of a fused one", "Conv1D's"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pairs_of_rows_of_any_weight_and_their_gradient_equal_plain_torch(dtype, layout):
@@ -638,6 +647,18 @@ def test_what_reaches_causal_scores_and_its_gradients_equal_plain_torch(shape, d
     for mine, other in zip(*found, strict=True):
         assert mine.shape == other.shape
         assert (mine.double() - other).norm() <= 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_sums_along_tokens_do_not_cancel(later):
+    from explicit_dropout.kernels.reach import _summed as summed
+
+    squares = draw((2, 200, 5)).square()
+    squares[:, 3] *= 1e6
+    squares[:, 190] *= 1e6
+    ordered = squares.double().flip(1) if later else squares.double()
+    expected = ordered.cumsum(1).flip(1) if later else ordered.cumsum(1)
+    assert_close(summed(squares, later).double(), expected, rtol=1e-5, atol=0.0)
 
 
 def test_what_reaches_causal_scores_is_the_same_bits_every_time_and_has_no_second_derivative():
@@ -1082,6 +1103,39 @@ def test_a_decoder_in_half_precision_has_its_incoherent_scores_by_kernels(compon
         results.append(trained(small_gpt2(), xd.inverted(0.2), (component,), autocast=True))
     assert len(calls) == 2 * 2 * (1 + (component == "query_key"))  # steps, layers, sides
     agree(*results, 2e-2)
+
+
+class FewQueries(torch.nn.Module):
+    """Attention that calls itself causal, and is given other keys than queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (torch.nn.Linear(32, 32, device=DEVICE) for _ in "qkvo")
+
+    def forward(self, x, context):
+        made = self.q_proj(x), self.k_proj(context), self.v_proj(context)
+        q, k, v = (side.unflatten(-1, (2, -1)).transpose(1, 2) for side in made)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
+
+
+@xd.register_rule(FewQueries)
+def few_queries(module):
+    sides = (xd.Projection(side) for side in (module.q_proj, module.k_proj, module.v_proj))
+    return xd.Attention(module, *sides, output=module.out_proj, heads=2, causal=True, weights="compute")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("law", [xd.paper(0.2), xd.inverted(0.2)])
+@pytest.mark.parametrize("component", ["query", "key", "attended_value"])
+def test_no_kernel_takes_a_causal_call_of_more_keys_than_queries(component, law, autocast):
+    if component == "attended_value" and not law.variance:
+        pytest.skip("the energy of what is attended needs no pairs")
+    model = torch.nn.ModuleDict({"attention": FewQueries()}).train()
+    xd.ExplicitDropout(model, law, **{component: 1.0})
+    refused = pytest.raises(xd.UnsupportedSiteError, match="8 queries and 20 keys")
+    with refused, torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        model["attention"](draw((2, 8, 32)), draw((2, 20, 32)))
 
 
 def test_compiled_code_has_hardly_a_kernel_more_under_a_law_without_variance():

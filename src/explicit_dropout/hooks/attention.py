@@ -196,7 +196,9 @@ class AttentionCall:
         mean, variance, both = tap.noise.mean, tap.noise.variance, site.component == "query_key"
         queries = attention.query.of(self._projected("query"))
         keys = attention.key.of(self._projected("key"))
-        if (both and mean) or not kernels.serves_scores(queries, keys, attention.heads):
+        if (both and mean) or not _in_step(pairs, queries, keys):
+            return False
+        if not kernels.serves_scores(queries, keys, attention.heads):
             return False
         parts: list[tuple[float, Tensor]] = []
         if variance:
@@ -249,7 +251,9 @@ class AttentionCall:
             x = self.seen.get(f"{role} input")
             if x is None and torch.compiler.is_compiling():
                 x = self._lowered(role, self._present(self.x if role == "query" else self.context, role))
-            if x is None or attention.cross or not kernels.serves_reach(queries, x, attention.heads):
+            if x is None or attention.cross or x.shape[:-1] != queries.shape[:-1]:
+                return None
+            if not kernels.serves_reach(queries, x, attention.heads):
                 return None
             inputs[role] = x
         others = {"query": keys, "key": queries}
@@ -311,6 +315,8 @@ class AttentionCall:
             return False
         values = self._lowered("value", self._present(self.values, "value"))
         queries, keys = attention.query.of(self._projected("query")), attention.key.of(self._projected("key"))
+        if not _in_step(pairs, queries, keys, values):
+            return False
         if not kernels.serves_attended(values, queries, keys, attention.heads):
             return False
         with torch.autocast(values.device.type, enabled=False):
@@ -392,6 +398,11 @@ class AttentionCall:
         if pairs.bias is not None:
             scores = scores + pairs.bias
         allowed = pairs.allowed
+        if pairs.causal and queries.shape[-2] != keys.shape[-2]:
+            raise UnsupportedSiteError(
+                f"its call is causal, with {queries.shape[-2]} queries and {keys.shape[-2]} keys: which of them sees "
+                "which is not known. Let a rule of your own say so (xd.register_rule)"
+            )
         if pairs.causal:
             triangle = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             allowed = triangle if allowed is None else allowed & triangle
@@ -429,6 +440,11 @@ def _gathered(parameter: Tensor | None) -> Tensor | None:
             "attention module or to its block instead"
         )
     return parameter
+
+
+def _in_step(pairs: Pairs, queries: Tensor, *others: Tensor) -> bool:
+    """Whether a causal order is one of as many keys as queries. Only the plain forms say what is wrong elsewhere."""
+    return not pairs.causal or all(other.shape[:-1] == queries.shape[:-1] for other in others)
 
 
 def _refuse_masks_by_head(allowed: Tensor | None) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from explicit_dropout.kernels import energy, plain
-from explicit_dropout.kernels.spreads import refuse_second, serves_spread
+from explicit_dropout.kernels.spreads import exactly, refuse_second, serves_spread
 
 BLOCK = 64
 """Tokens that are added up at once by a product with a triangle of ones: along them a plain `cumsum` is slow."""
@@ -98,7 +98,7 @@ class _JointReach(torch.autograd.Function):
 
 
 def _reach(others: Tensor, weight: Tensor, x: Tensor, heads: int, later: bool) -> Tensor:
-    with _exactly(others):
+    with exactly(others):
         sums = _summed(plain.wide(x).square(), later).to(torch.bfloat16)
         return _energies(plain.even(others), weight.to(others.dtype), sums, heads)
 
@@ -106,7 +106,7 @@ def _reach(others: Tensor, weight: Tensor, x: Tensor, heads: int, later: bool) -
 def _reach_gradients(
     others: Tensor, weight: Tensor, x: Tensor, heads: int, later: bool, slopes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _exactly(others):
+    with exactly(others):
         others, low = plain.even(others), weight.to(others.dtype)
         sums = _summed(plain.wide(x).square(), later).to(torch.bfloat16)
         of_others, of_weight = _gradients(others, low, sums, slopes, heads)
@@ -115,7 +115,7 @@ def _reach_gradients(
 
 
 def _joint_reach(weight: Tensor, x: Tensor, other: Tensor, y: Tensor, heads: int) -> Tensor:
-    with _exactly(x):
+    with exactly(x):
         matrix, sums, squares = _joint_parts(weight, x, other, y, heads)
         return (sums * (squares @ matrix)).sum((1, 2), dtype=torch.float32)
 
@@ -123,7 +123,7 @@ def _joint_reach(weight: Tensor, x: Tensor, other: Tensor, y: Tensor, heads: int
 def _joint_reach_gradients(
     weight: Tensor, x: Tensor, other: Tensor, y: Tensor, heads: int, slopes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with _exactly(x):
+    with exactly(x):
         matrix, sums, squares = _joint_parts(weight, x, other, y, heads)
         reached = _summed((squares @ matrix).float(), False)
         weighted = squares * slopes[:, None, None].to(squares.dtype)
@@ -158,17 +158,15 @@ def _summed(squares: Tensor, later: bool) -> Tensor:
     count = -(-tokens // BLOCK)
     padded = torch.nn.functional.pad(squares, (0, 0, 0, count * BLOCK - tokens))
     blocks = padded.view(batch, count, BLOCK, columns)
-    ones = torch.ones(BLOCK, BLOCK, dtype=squares.dtype, device=squares.device)
-    inside = (ones.triu() if later else ones.tril()) @ blocks
-    totals = blocks.sum(2)
-    before = totals.cumsum(1) - totals
-    across = totals.sum(1, keepdim=True) - before - totals if later else before
+    inside = _triangle(BLOCK, later, 0, squares) @ blocks
+    across = _triangle(count, later, 1, squares) @ blocks.sum(2)  # not totals less others, which would cancel
     return (inside + across[:, :, None]).view(batch, count * BLOCK, columns)[:, :tokens].contiguous()
 
 
-def _exactly(x: Tensor) -> Any:
-    """Without autocast, which would lower sums."""
-    return torch.autocast(x.device.type, enabled=False)
+def _triangle(size: int, later: bool, strict: int, like: Tensor) -> Tensor:
+    """Ones where a row has a column after it, or before it, or (unless strict) on the diagonal."""
+    ones = torch.ones(size, size, dtype=like.dtype, device=like.device)
+    return ones.triu(strict) if later else ones.tril(-strict)
 
 
 def _energies(rows: Tensor, weight: Tensor, sums: Tensor, heads: int) -> Tensor:

@@ -43,8 +43,9 @@ def spread(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tenso
         squares: s, the column energies of that side's input, (batch, in).
     """
     if torch.compiler.is_compiling():
-        along = torch.ops.explicit_dropout.grams(others, heads) @ _differentiable_pairs(weight, heads)
-        return cast("Tensor", (squares * along.float()).sum(1))
+        with exactly(others):
+            along = torch.ops.explicit_dropout.grams(others, heads) @ _differentiable_pairs(weight, heads)
+            return cast("Tensor", (squares * along.float()).sum(1))
     return cast("Tensor", _Spread.apply(others, weight, squares, heads))  # type: ignore[no-untyped-call]
 
 
@@ -52,28 +53,31 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tensor:
         others = plain.even(others)
-        along: Tensor = (_triton().grams(others, heads) @ _pairs(weight, heads)).float()
-        ctx.save_for_backward(others, weight, squares, along)
-        ctx.heads = heads
-        return (squares * along).sum(1)
+        with exactly(others):
+            along: Tensor = (_triton().grams(others, heads) @ _pairs(weight, heads)).float()
+            ctx.save_for_backward(others, weight, squares, along)
+            ctx.heads = heads
+            return (squares * along).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second()
         others, weight, squares, along = ctx.saved_tensors
         each = gradients[0][:, None]
-        weighted = (each * squares).to(torch.bfloat16)
-        pairs = _pairs(weight, ctx.heads)
-        of_others = _triton().products(others, weighted @ pairs.mT, ctx.heads)
-        of_pairs = torch.mm(_triton().grams(others, ctx.heads).mT, weighted)
-        return of_others, _of_weight(of_pairs, weight, ctx.heads), each * along, None
+        with exactly(others):
+            weighted = (each * squares).to(torch.bfloat16)
+            pairs = _pairs(weight, ctx.heads)
+            of_others = _triton().products(others, weighted @ pairs.mT, ctx.heads)
+            of_pairs = torch.mm(_triton().grams(others, ctx.heads).mT, weighted)
+            return of_others, _of_weight(of_pairs, weight, ctx.heads), each * along, None
 
 
 def joint_spread(weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, heads: int) -> Tensor:
     """Σ_h ⟨W_h diag(s) W_hᵀ, V_h diag(u) V_hᵀ⟩ for every sample: what dropout on both sides at once adds."""
     if torch.compiler.is_compiling():
-        matrices = other_squares.to(torch.bfloat16) @ _differentiable_pairs(other, heads).mT
-        return (squares * (matrices @ _differentiable_pairs(weight, heads)).float()).sum(1)
+        with exactly(squares):
+            matrices = other_squares.to(torch.bfloat16) @ _differentiable_pairs(other, heads).mT
+            return (squares * (matrices @ _differentiable_pairs(weight, heads)).float()).sum(1)
     found = _JointSpread.apply(weight, squares, other, other_squares, heads)  # type: ignore[no-untyped-call]
     return cast("Tensor", found)
 
@@ -81,23 +85,30 @@ def joint_spread(weight: Tensor, squares: Tensor, other: Tensor, other_squares: 
 class _JointSpread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, heads: int) -> Tensor:
-        matrices = other_squares.to(torch.bfloat16) @ _pairs(other, heads).mT
-        along = (matrices @ _pairs(weight, heads)).float()
-        ctx.save_for_backward(weight, squares, other, other_squares, along)
-        ctx.heads = heads
-        return (squares * along).sum(1)
+        with exactly(squares):
+            matrices = other_squares.to(torch.bfloat16) @ _pairs(other, heads).mT
+            along = (matrices @ _pairs(weight, heads)).float()
+            ctx.save_for_backward(weight, squares, other, other_squares, along)
+            ctx.heads = heads
+            return (squares * along).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second()
         weight, squares, other, other_squares, along = ctx.saved_tensors
         each, heads, dtype = gradients[0][:, None], ctx.heads, torch.bfloat16
-        weighted, low = (each * squares).to(dtype), other_squares.to(dtype)
-        other_pairs = _pairs(other, heads)
-        of_weight = _of_weight(torch.mm((low @ other_pairs.mT).mT, weighted), weight, heads)
-        matrices = weighted @ _pairs(weight, heads).mT
-        of_other = _of_weight(torch.mm(matrices.mT, low), other, heads)
-        return of_weight, each * along, of_other, (matrices @ other_pairs).float(), None
+        with exactly(squares):
+            weighted, low = (each * squares).to(dtype), other_squares.to(dtype)
+            other_pairs = _pairs(other, heads)
+            of_weight = _of_weight(torch.mm((low @ other_pairs.mT).mT, weighted), weight, heads)
+            matrices = weighted @ _pairs(weight, heads).mT
+            of_other = _of_weight(torch.mm(matrices.mT, low), other, heads)
+            return of_weight, each * along, of_other, (matrices @ other_pairs).float(), None
+
+
+def exactly(x: Tensor) -> Any:
+    """No autocast inside: it would lower sums, and take bfloat16 for float16, whose range energies leave."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def refuse_second() -> None:

@@ -153,14 +153,21 @@ class _Sizes(NamedTuple):
 
 def _sizes(rows: Tensor, weight: Tensor, heads: int, columns: int) -> _Sizes:
     _, length, features = rows.shape
-    tokens = 64 if isinstance(length, int) and length <= 64 else 128
+    few = isinstance(length, int) and length <= 64
+    tokens = 64 if few or features > 64 * heads else 128  # or wide heads need more shared memory than most GPUs have
     blocks, tiles = triton.cdiv(length, tokens), triton.cdiv(weight.shape[1], columns)
     before, after = (length, *rows.stride()[:2], blocks), (heads, features // heads, weight.shape[1])
     return _Sizes(tokens, columns, blocks, tiles, before, after)
 
 
+def _check(rows: Tensor, sums: Tensor) -> None:
+    if rows.shape[:2] != sums.shape[:2]:
+        raise ValueError(f"{tuple(rows.shape[:2])} rows meet {tuple(sums.shape[:2])} sums: they must be as many")
+
+
 def energies(rows: Tensor, weight: Tensor, sums: Tensor, heads: int) -> Tensor:
     """Σ_ac S_ac D_ac of every sample. All are without gaps on the last axis, weight and S on every one."""
+    _check(rows, sums)
     size = _sizes(rows, weight, heads, 128)
     found = rows.new_empty((rows.shape[0], size.blocks * size.tiles), dtype=torch.float32)
     _squares_launch(size, rows, weight, sums.dtype)(rows, weight, sums, found)
@@ -182,6 +189,7 @@ def _squares_launch(size: _Sizes, rows: Tensor, weight: Tensor, *sums: torch.dty
 
 def gradients(rows: Tensor, weight: Tensor, sums: Tensor, slopes: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """The gradients of the rows and, in float32, of the weight, `slopes` (batch) being those of the energies."""
+    _check(rows, sums)
     size = _sizes(rows, weight, heads, 64)
     told = size.shape, size.after[1], rows.dtype, weight.dtype, sums.dtype
     of_rows, all_blocks = rows.new_empty(rows.shape), rows.shape[0] * size.blocks
