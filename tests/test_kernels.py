@@ -1057,39 +1057,33 @@ def test_a_compiled_model_has_the_operators_in_its_one_graph_and_agrees(make, la
     assert backend.has("scores") == (law == "paper" and backend.straight)
 
 
-@pytest.mark.parametrize("component", ["query", "key", "query_key"])
-def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operators(component, monkeypatch):
-    monkeypatch.setattr(kernels.energy, "serves_compiled", lambda _: True)
-    results = []
-    for own, serves in ((True, kernels.serves_spread), (False, lambda *_: False)):
-        monkeypatch.setattr(kernels, "serves_spread", serves)
-        backend = Watched()
-
-        def compiled(model, backend=backend):
-            return torch.compile(model, fullgraph=True, backend=backend)
-
-        results.append(trained(small_vit(), xd.inverted(0.2), (component,), compiled, autocast=True))
-        assert backend.has("grams") == (own and backend.straight)
-    agree(*results, 2e-2)
-
-
-@pytest.mark.parametrize("component", ["query", "key", "query_key"])
-def test_a_compiled_decoder_in_half_precision_has_its_incoherent_scores_by_operators(component, monkeypatch):
+def decoder_without_mask():
     from hosts import fused as without_mask
 
+    return without_mask(small_gpt2())
+
+
+@pytest.mark.parametrize("component", ["query", "key", "query_key"])
+@pytest.mark.parametrize(
+    ("make", "serves", "operator"),
+    [(small_vit, "serves_spread", "grams"), (decoder_without_mask, "serves_reach", "reach")],
+)
+def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operators(
+    make, serves, operator, component, monkeypatch
+):
     monkeypatch.setattr(kernels.energy, "serves_compiled", lambda _: True)
     results = []
-    for own, serves in ((True, kernels.serves_reach), (False, lambda *_: False)):
-        monkeypatch.setattr(kernels, "serves_reach", serves)
+    for own in (True, False):
+        if not own:
+            monkeypatch.setattr(kernels, serves, lambda *_: False)
         backend = Watched()
 
         def compiled(model, backend=backend):
             return torch.compile(model, fullgraph=True, backend=backend)
 
-        model = without_mask(small_gpt2())
-        results.append(trained(model, xd.inverted(0.2), (component,), compiled, autocast=True))
-        assert backend.has("reach") == own
-        assert backend.has("joint_reach") == (own and component == "query_key")
+        results.append(trained(make(), xd.inverted(0.2), (component,), compiled, autocast=True))
+        assert backend.has(operator) == (own and backend.straight)
+        assert backend.has("joint_reach") == (own and operator == "reach" and component == "query_key")
     agree(*results, 2e-2)
 
 

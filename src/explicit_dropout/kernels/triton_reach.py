@@ -19,6 +19,7 @@ from explicit_dropout.kernels.energy import interpreted
 from explicit_dropout.kernels.launch import Launch, remembered
 from explicit_dropout.kernels.triton_attended import _block
 from explicit_dropout.kernels.triton_gram import _put
+from explicit_dropout.kernels.triton_short import multiply
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
@@ -45,14 +46,6 @@ def _sums(sums, row, start, tokens, column_start, columns, TOKENS: tl.constexpr,
     token, column = start + tl.arange(0, TOKENS), column_start + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < columns)[None, :]
     return tl.load(sums + (row + token).to(tl.int64)[:, None] * columns + column[None, :], inside, 0.0).to(tl.float32)
-
-
-@triton.jit
-def _multiply(slopes, side):
-    """Their product; slopes are rounded to bfloat16, whose range they need, or stay in float32."""
-    if side.dtype != tl.bfloat16:
-        side = side.to(tl.float32)
-    return tl.dot(slopes.to(side.dtype), side)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
@@ -93,7 +86,7 @@ def _reach_rows(
     for first in range(0, columns, COLUMNS):
         right = _rows(weight, head, first, columns, width, LIFT, COLUMNS, WIDTH)
         factor = _sums(sums, sample * tokens, start, tokens, first, columns, TOKENS, COLUMNS)
-        total += _multiply(factor * tl.dot(left, right), tl.trans(right))
+        total += multiply(factor * tl.dot(left, right), tl.trans(right))
     features = heads * width
     result += sample * tokens * features + head * width
     total *= 2 * tl.load(slopes + sample)

@@ -52,7 +52,8 @@ def tile(tokens: int) -> tuple[bool, int]:
 
 
 @triton.jit
-def _load(side, tokens, stride, width, LIFT: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+def load(side, tokens, stride, width, LIFT: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    """All tokens of a head, zeros beyond its edges; LIFT: in float32."""
     token, feature = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     there = (token < tokens)[:, None] & (feature < width)[None, :]
     value = tl.load(side + token[:, None] * stride + feature[None, :], there, 0.0)
@@ -94,8 +95,8 @@ def _short_columns(
     levels += owner * tokens
     factor = tl.cast(factor, tl.float32)  # in compiled code it comes in float64
     token = tl.arange(0, TOKENS)
-    q = _load(queries, tokens, query_token, width, LIFT, TOKENS, WIDTH)
-    k = _load(keys, tokens, key_token, width, LIFT, TOKENS, WIDTH)
+    q = load(queries, tokens, query_token, width, LIFT, TOKENS, WIDTH)
+    k = load(keys, tokens, key_token, width, LIFT, TOKENS, WIDTH)
     k_extra = tl.zeros((WIDTH,), tl.float32)
     if EXTRA:
         k_extra = load_one(keys, TOKENS, key_token, width, WIDTH)
@@ -121,7 +122,7 @@ def _short_columns(
 
 
 @triton.jit
-def _multiply(slopes, side):
+def multiply(slopes, side):
     """Their product, in the precision of the side. Half of that range is too small for slopes: float16 is widened."""
     if side.dtype != tl.bfloat16:
         side = side.to(tl.float32)
@@ -145,8 +146,8 @@ def _short_gradients(
     levels += owner * tokens
     factor, outer = tl.cast(factor, tl.float32), tl.cast(outer, tl.float32)
     token = tl.arange(0, TOKENS)
-    q = _load(queries, tokens, query_token, width, LIFT, TOKENS, WIDTH)
-    k = _load(keys, tokens, key_token, width, LIFT, TOKENS, WIDTH)
+    q = load(queries, tokens, query_token, width, LIFT, TOKENS, WIDTH)
+    k = load(keys, tokens, key_token, width, LIFT, TOKENS, WIDTH)
     k_extra = tl.zeros((WIDTH,), tl.float32)
     slope_beside = 0.0
     if EXTRA:
@@ -159,7 +160,7 @@ def _short_gradients(
     steep, steep_beside = weights * slope[None, :], weight_beside * slope_beside
     mean = tl.sum(weights * steep, 1) + weight_beside * steep_beside
     steep, steep_beside = weights * (steep - mean[:, None]), weight_beside * (steep_beside - mean)
-    query_slopes, key_slopes = _multiply(steep, k), _multiply(tl.trans(steep), q)
+    query_slopes, key_slopes = multiply(steep, k), multiply(tl.trans(steep), q)
     if EXTRA:
         q_extra = load_one(queries, TOKENS, query_token, width, WIDTH)
         level_of_extra = tl.load(levels + TOKENS)

@@ -14,20 +14,13 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from explicit_dropout.kernels.triton_short import SMALLEST, load_one, store_one, tile
+from explicit_dropout.kernels.triton_short import SMALLEST, load, load_one, store_one, tile
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
 RENORMALISED, RESCALED = 1, 2
 """What becomes of the weights that are left when others are dropped."""
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _load(tensor, tokens, stride, width, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    token, feature = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
-    there = (token < tokens)[:, None] & (feature < width)[None, :]
-    return tl.load(tensor + token[:, None] * stride + feature[None, :], there, 0.0)
 
 
 @triton.jit
@@ -117,9 +110,9 @@ def _forward(
     place = sample * tokens * stride + head * width
     query, key, value, out = query + place, key + place, value + place, out + place
     mask += sample * mask_sample + head * mask_head
-    q = _load(query, tokens, stride, width, TOKENS, WIDTH)
-    k = _load(key, tokens, stride, width, TOKENS, WIDTH)
-    v = _load(value, tokens, stride, width, TOKENS, WIDTH)
+    q = load(query, tokens, stride, width, False, TOKENS, WIDTH)
+    k = load(key, tokens, stride, width, False, TOKENS, WIDTH)
+    v = load(value, tokens, stride, width, False, TOKENS, WIDTH)
     k_extra = tl.zeros((WIDTH,), tl.float32)
     v_extra = k_extra
     if EXTRA:
@@ -152,10 +145,10 @@ def _backward(
     query, key, value, gradient = query + place, key + place, value + place, gradient + place
     query_result, key_result, value_result = query_result + place, key_result + place, value_result + place
     mask += sample * mask_sample + head * mask_head
-    q = _load(query, tokens, stride, width, TOKENS, WIDTH)
-    k = _load(key, tokens, stride, width, TOKENS, WIDTH)
-    v = _load(value, tokens, stride, width, TOKENS, WIDTH)
-    do = _load(gradient, tokens, stride, width, TOKENS, WIDTH)
+    q = load(query, tokens, stride, width, False, TOKENS, WIDTH)
+    k = load(key, tokens, stride, width, False, TOKENS, WIDTH)
+    v = load(value, tokens, stride, width, False, TOKENS, WIDTH)
+    do = load(gradient, tokens, stride, width, False, TOKENS, WIDTH)
     k_extra = tl.zeros((WIDTH,), tl.float32)
     v_extra = k_extra
     if EXTRA:
