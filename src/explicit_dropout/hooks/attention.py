@@ -220,61 +220,53 @@ class AttentionCall:
     def _spreads(
         self, component: str, queries: Tensor, keys: Tensor, pairs: Pairs
     ) -> list[tuple[float, Tensor]] | None:
-        """The incoherent energies, each with its factor; None where kernels do not serve."""
-        attention, variance, seen = self.attention, self.tap.noise.variance, self.seen
+        """The incoherent energies, each with its factor; None where kernels do not serve.
+
+        In causal order a key is reached by the queries from it on, and a query by the keys up to it.
+        """
+        attention, variance, heads = self.attention, self.tap.noise.variance, self.attention.heads
         roles = ("query", "key") if component == "query_key" else (component,)
-        if pairs.causal:
-            return self._reaches(roles, queries, keys)
-        if attention.cross or not kernels.serves_spread(queries, attention.heads):
+        if attention.cross:
             return None
-        if torch.compiler.is_compiling():
-            squares = self._compiled_squares(roles)
-        else:
-            squares = {role: seen[f"{role} squares"] for role in roles if f"{role} squares" in seen}
-        if len(squares) < len(roles):
+        given = self._reaching(roles, queries) if pairs.causal else self._squares(roles, queries)
+        if len(given) < len(roles):
             return None
-        sides = {"query": (keys, attention.query), "key": (queries, attention.key)}
-        weights = {role: _whole(sides[role][1])[0] for role in roles}
-        found = [
-            (variance, kernels.spread(sides[role][0], weights[role], squares[role], attention.heads)) for role in roles
-        ]
+        others = {"query": keys, "key": queries}
+        weights = {role: _whole(getattr(attention, role))[0] for role in roles}
+        found = []
+        for role in roles:
+            sides = others[role], weights[role], given[role], heads
+            energies = kernels.reach(*sides, role == "query") if pairs.causal else kernels.spread(*sides)
+            found.append((variance, energies))
         if len(roles) == 2:
-            query, key = ((weights[role], squares[role]) for role in roles)
-            found.append((variance**2, kernels.joint_spread(*query, *key, heads=attention.heads)))
+            joint = kernels.joint_reach if pairs.causal else kernels.joint_spread
+            query, key = ((weights[role], given[role]) for role in roles)
+            found.append((variance**2, joint(*query, *key, heads=heads)))
         return found
 
-    def _reaches(self, roles: tuple[str, ...], queries: Tensor, keys: Tensor) -> list[tuple[float, Tensor]] | None:
-        """The same in causal order: a key is reached by the queries from it on, a query by the keys up to it."""
-        attention, variance = self.attention, self.tap.noise.variance
-        inputs: dict[str, Tensor] = {}
+    def _reaching(self, roles: tuple[str, ...], queries: Tensor) -> dict[str, Tensor]:
+        """The inputs of these projections, in step with the queries, where kernels take them."""
+        found: dict[str, Tensor] = {}
         for role in roles:
             x = self.seen.get(f"{role} input")
             if x is None and torch.compiler.is_compiling():
-                x = self._lowered(role, self._present(self.x if role == "query" else self.context, role))
-            if x is None or attention.cross or x.shape[:-1] != queries.shape[:-1]:
-                return None
-            if not kernels.serves_reach(queries, x, attention.heads):
-                return None
-            inputs[role] = x
-        others = {"query": keys, "key": queries}
-        weights = {role: _whole(getattr(attention, role))[0] for role in roles}
-        found = [
-            (variance, kernels.reach(others[role], weights[role], inputs[role], attention.heads, role == "query"))
-            for role in roles
-        ]
-        if len(roles) == 2:
-            query, key = ((weights[role], inputs[role]) for role in roles)
-            found.append((variance**2, kernels.joint_reach(*query, *key, heads=attention.heads)))
+                x = self._lowered(role, self._present(self._input(role), role))
+            if x is None or x.shape[:-1] != queries.shape[:-1]:
+                continue
+            if kernels.serves_reach(queries, x, self.attention.heads):
+                found[role] = x
         return found
 
-    def _compiled_squares(self, roles: tuple[str, ...]) -> dict[str, Tensor]:
-        """Column energies of the inputs of these projections, sample by sample."""
-        inputs = {role: self.x if role == "query" else self.context for role in roles}
-        found: dict[str, Tensor] = {}
-        for role, x in inputs.items():
-            if x is not None and x.ndim == 3:
-                found[role] = kernels.squares(self._lowered(role, x))
-        return found
+    def _squares(self, roles: tuple[str, ...], queries: Tensor) -> dict[str, Tensor]:
+        """Column energies of the inputs of these projections, sample by sample, where kernels take them."""
+        if not kernels.serves_spread(queries, self.attention.heads):
+            return {}
+        if not torch.compiler.is_compiling():
+            return {role: self.seen[f"{role} squares"] for role in roles if f"{role} squares" in self.seen}
+        inputs = {role: self._input(role) for role in roles}
+        return {
+            role: kernels.squares(self._lowered(role, x)) for role, x in inputs.items() if x is not None and x.ndim == 3
+        }
 
     def _lowered(self, role: str, x: Tensor) -> Tensor:
         """The input of a projection in the precision in which autocast gives it to the product, and keeps it."""
