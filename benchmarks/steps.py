@@ -167,7 +167,10 @@ def gpu_profile(step: Step) -> dict[str, Any]:
     }
 
 
-OWN = ("_energies", "_gradients", "_column", "_score", "_spread", "_attended")
+OWN = (
+    "_energies", "_gradients", "_column", "_sample", "_squares", "_gram", "_score", "_spread", "_reach", "_attended",
+    "_short",
+)  # fmt: skip
 """How the names of this library's kernels begin."""
 
 KINDS = {
