@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from explicit_dropout.lab.config import Data, Execution, Model, Run, Training
+from explicit_dropout.lab.engines.vectorised import Vectorised
 from explicit_dropout.lab.rows import treatments
 from explicit_dropout.lab.store import RunFolder, Store
 from explicit_dropout.lab.training import Watch, train
@@ -106,3 +107,26 @@ def test_a_run_resumed_on_a_gpu_is_the_run_uninterrupted(row: str, graphs: bool,
         trained(row, root, tmp_path / "parts", watch=Interrupt(), **often)
     resumed = trained(row, root, tmp_path / "parts", **often)
     assert course(whole) == course(resumed)
+
+
+def trained_together(row: str, law: str, root: Path, store: Path, **how) -> list[RunFolder]:
+    """Five runs at once, one of them shorter than the others and one without clipping."""
+    (treatment,) = treatments(row, [1e-2], law=law)
+    data, shorter = Data("features", folder="made.npz"), replace(TRAINING, epochs=2, learning_rate=1e-3)
+    lengths = [TRAINING, shorter, TRAINING, replace(TRAINING, clip=0.0), TRAINING]
+    runs = [Run(data, MODEL, treatment, length, seed) for seed, length in enumerate(lengths)]
+    told = []
+    Vectorised()(runs, Store(store), replace(EXACT, data_root=str(root), **how), told.append)
+    assert [event.kind for event in told].count("finished") == len(runs), [event.message for event in told]
+    return [Store(store).folder(run) for run in runs]
+
+
+@pytest.mark.parametrize(("row", "law"), ROWS)
+def test_a_cuda_graph_trains_models_together_bit_for_bit_as_the_eager_step(
+    row: str, law: str, root: Path, tmp_path: Path
+) -> None:
+    eager = trained_together(row, law, root, tmp_path / "eager")
+    graph = trained_together(row, law, root, tmp_path / "graph", cuda_graphs=True)
+    for one, other in zip(eager, graph, strict=True):
+        assert course(one) == course(other)
+        assert "trained_together" in other.environment()

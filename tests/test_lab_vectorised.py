@@ -24,7 +24,8 @@ from explicit_dropout.lab.training import Watch, build, evaluation, loop, togeth
 from explicit_dropout.lab.training.batches import batches
 from explicit_dropout.lab.training.evaluation import spread
 from explicit_dropout.lab.training.stacked import Adam, Stack, StackedAttention, clip, mapped
-from explicit_dropout.lab.training.together import Objective, Together
+from explicit_dropout.lab.training.stacked_step import Objective
+from explicit_dropout.lab.training.together import Together
 from explicit_dropout.stochastic import recording, replaying
 
 SMALL = Model(layers=2, width=16, heads=2, hidden=24, patch=2, read="mean")

@@ -108,9 +108,8 @@ def groups(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _check(execution: Execution) -> None:
-    for name in ("compile", "cuda_graphs"):
-        if getattr(execution, name):
-            raise InputError(f"execution.{name}", "off with the engine vectorised; the engine local has it", True)
+    if execution.compile:
+        raise InputError("execution.compile", "off with the engine vectorised; the engine local has it", True)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("engine", "local, for a training of several processes under torchrun", "vectorised")
 

@@ -72,7 +72,7 @@ class Adam:
     def coefficients(self, learning_rates: Sequence[Sequence[float]]) -> Tensor:
         """What the next steps need, from the learning rates of each: (steps, 3, models, 1), on the device.
 
-        All at once, so that no step waits until its numbers have come to the GPU.
+        All at once, so that no step waits until its numbers have come to the GPU. From here on they count as made.
         """
         table = []
         for later, rates in enumerate(learning_rates, start=1):
@@ -80,6 +80,7 @@ class Adam:
             second = [math.sqrt(1 - math.pow(self.betas[1], done + later)) for done in self.steps]
             decay = [1 - rate * w if self.decoupled else w for rate, w in zip(rates, self.weight_decay, strict=True)]
             table.append([[-rate / part for rate, part in zip(rates, first, strict=True)], second, decay])
+        self.steps = [done + len(learning_rates) for done in self.steps]
         return torch.tensor(table, dtype=self.first.dtype).unsqueeze(-1).to(self.first.device)
 
     @torch.no_grad()
@@ -94,7 +95,6 @@ class Adam:
         self.first.lerp_(gradients, 1 - self.betas[0])
         self.second.mul_(self.betas[1]).addcmul_(gradients, gradients, value=1 - self.betas[1])
         weights.addcmul_(self.first / (self.second.sqrt() / correction).add_(self.epsilon), size)
-        self.steps = [done + 1 for done in self.steps]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""

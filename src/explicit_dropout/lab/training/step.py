@@ -15,10 +15,8 @@ from torch import Tensor, distributed, nn
 from explicit_dropout.lab import metrics
 from explicit_dropout.lab.config import Execution, Run
 from explicit_dropout.lab.penalties import Penalty
+from explicit_dropout.lab.training.capture import Undo, captured
 from explicit_dropout.lab.training.optimisers import optimiser
-
-WARM_UP_STEPS = 3
-"""Steps before a CUDA graph is captured: libraries allocate their workspaces in them."""
 
 
 class Step:
@@ -46,7 +44,7 @@ class Step:
         self.sums: Tensor | None = None
         self.batches = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._static: tuple[Tensor, Tensor] | None = None
+        self._static: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor, y: Tensor, learning_rate: float) -> None:
         self._set_learning_rate(learning_rate)
@@ -55,11 +53,10 @@ class Step:
             self._train(x, y)
             return
         if self._graph is None:
-            self._capture(x, y)
-        if self._graph is None or self._static is None:  # captured just now; mypy cannot know
-            raise RuntimeError("CUDA graph capture left nothing behind")
-        for static, given in zip(self._static, (x, y), strict=True):
-            static.copy_(given)
+            static = self._static = x.clone(), y.clone()
+            self._graph = captured(lambda: self._train(*static), self._remember, self.device)
+        for place, given in zip(self._static, (x, y), strict=True):
+            place.copy_(given)
         self._graph.replay()
 
     def _train(self, x: Tensor, y: Tensor) -> None:
@@ -118,22 +115,14 @@ class Step:
 
     # ------------------------------------------------------------------------------------------ CUDA graphs
 
-    def _capture(self, x: Tensor, y: Tensor) -> None:
-        """Record the step once. The steps that warm up for it leave no trace: weights and optimiser are put back."""
-        self._static = x.clone(), y.clone()
+    def _remember(self) -> Undo:
+        """What puts weights, optimiser, sums and the random state back to where they are now."""
         weights = copy.deepcopy(self.model.state_dict())
         moments = copy.deepcopy(self.optimiser.state_dict())["state"]
         random = torch.cuda.get_rng_state(self.device)
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP_STEPS):
-                self._train(*self._static)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=side):  # the stream that nodes kept from the warm-up know
-            self._train(*self._static)
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def undo() -> None:
             for name, tensor in self.model.state_dict().items():
                 tensor.copy_(weights[name])
             parameters = (p for group in self.optimiser.param_groups for p in group["params"])
@@ -141,6 +130,8 @@ class Step:
                 for name, tensor in self.optimiser.state[parameter].items():
                     before = moments.get(number, {}).get(name)
                     tensor.zero_() if before is None else tensor.copy_(before)
-        if self.sums is not None:
-            self.sums.zero_()
-        torch.cuda.set_rng_state(random, self.device)
+            if self.sums is not None:
+                self.sums.zero_()
+            torch.cuda.set_rng_state(random, self.device)
+
+        return undo

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from explicit_dropout.lab import metrics, penalties
 from explicit_dropout.lab.config import Execution, Run
 from explicit_dropout.lab.data import Dataset, Split
 from explicit_dropout.lab.store import RunFolder
@@ -28,9 +26,9 @@ from explicit_dropout.lab.training.optimisers import optimiser, weight_decay
 from explicit_dropout.lab.training.randomness import generator
 from explicit_dropout.lab.training.record import Record, Weights, cpu_copy
 from explicit_dropout.lab.training.schedule import learning_rate
-from explicit_dropout.lab.training.stacked import Adam, Stack, clip, mapped, mapped_to_all
+from explicit_dropout.lab.training.stacked import Adam, Stack, mapped_to_all
+from explicit_dropout.lab.training.stacked_step import Objective, StackedStep
 from explicit_dropout.lab.training.watching import TensorBoard, Watch
-from explicit_dropout.stochastic import recording
 
 Finished = Callable[[Run], None]
 
@@ -88,7 +86,7 @@ class Together:
             [weight_decay(member.run) for member in self.members],
             decoupled=first.run.training.optimiser == "adamw",
         )
-        self.numbers: list[tuple[int, ...]] | None = None
+        self.step: StackedStep | None = None
 
     def carry_out(self) -> None:
         """Until every run is finished."""
@@ -120,44 +118,21 @@ class Together:
             for step in range(self.steps)
         ]
         coefficients = self.adam.coefficients(rates)
-        strengths = self._column([m.run.treatment.strength for m in members])
-        largest = self._column([m.run.training.clip or float("inf") for m in members])
-        clipped = any(m.run.training.clip for m in members)
         masks = [generator(m.run.seed, m.record.epochs_done, "masks", self.device) for m in members]
-        sums: Tensor | None = None
-        site_names: list[str] = []
         streams = [batches(m.run, m.dataset.train, m.record.epochs_done) for m in members]
+        if self.step is None:
+            runs, graphed = [member.run for member in members], self.execution.cuda_graphs
+            self.step = StackedStep(self.objective, self.stack, self.adam, runs, graphed=graphed)
+        self.step.reset()
         for number, examples in enumerate(zip(*streams, strict=True)):
-            x, y = (torch.stack(parts) for parts in zip(*examples, strict=True))
-            weights = self.stack.weights.requires_grad_()
-            numbers = self._draw(x[0], masks)
-            task, penalty, accuracy, terms = mapped(
-                self.objective, self.stack.by_name(weights, "model."), x, y, numbers=numbers
-            )
-            penalty = strengths[:, 0] * penalty
-            (gradients,) = torch.autograd.grad((task + penalty).sum(), weights)
-            weights.requires_grad_(False)
-            if clipped:
-                gradients = clip(gradients, largest)
-            self.adam.step(weights, gradients, coefficients[number])
-            site_names = list(terms)
-            values = torch.stack([task.detach(), penalty.detach(), accuracy, *terms.values()], -1).double()
-            sums = values if sums is None else sums + values
-        if sums is None:
-            raise RuntimeError("an epoch without steps")  # steps_per_epoch is at least 1
-        means = (sums / self.steps).tolist()  # waits for the device
+            self.step(examples, masks, coefficients[number])
+        means = self.step.means(self.steps)  # waits for the device
         seconds = (time.perf_counter() - began) / len(members)  # so that the seconds of all runs add up to what passed
         validating = [row for row, m in enumerate(members) if m.record.validates(m.record.epochs_done + 1)]
         validation = self._scores(self.stack.weights, validating, lambda dataset: dataset.validation)
         for row, member in enumerate(members):
-            task_mean, penalty_mean, accuracy_mean, *term_means = means[row]
             line = member.record.epoch(
-                {
-                    "train_loss": task_mean,
-                    "penalty": penalty_mean,
-                    "train_accuracy": accuracy_mean,
-                    "terms": dict(zip(site_names, term_means, strict=True)),
-                },
+                means[row],
                 validation.get(row),
                 lambda row=row: self._weights(row),  # type: ignore[misc]
                 step=(member.record.epochs_done + 1) * self.steps,
@@ -168,21 +143,6 @@ class Together:
             if member.record.checkpoint_due():
                 member.record.checkpoint(self._state(row))
             member.watch.epoch(line)
-
-    def _draw(self, x: Tensor, masks: Sequence[torch.Generator]) -> list[Tensor]:
-        """The random numbers of a forward pass for every model, from the generator of each."""
-        if self.numbers is None:
-            with recording() as shapes, torch.no_grad():
-                self.objective.model(x)
-            self.numbers = shapes
-        drawn = [torch.empty(len(masks), *shape, device=self.device) for shape in self.numbers]
-        for row, mask in enumerate(masks):
-            for numbers, shape in zip(drawn, self.numbers, strict=True):
-                torch.rand(shape, generator=mask, out=numbers[row])
-        return drawn
-
-    def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=self.device).unsqueeze(1)
 
     # ------------------------------------------------------------------------------------------ what is kept
 
@@ -251,6 +211,7 @@ class Together:
         self.members = [self.members[row] for row in stay]
         self.stack.weights = self.stack.weights[stay]
         self.adam.keep(stay)
+        self.step = None  # it is one of other tensors
 
 
 def bytes_per_model(run: Run, dataset: Dataset, device: torch.device) -> int:
@@ -268,25 +229,3 @@ def bytes_per_model(run: Run, dataset: Dataset, device: torch.device) -> int:
         task, penalty, *_ = objective(*next(batches(run, dataset.train, 0)))
     del task, penalty
     return 6 * weights + sum(kept.values())
-
-
-class Objective(nn.Module):
-    """The model with its loss: task loss, Σ J without its strength, accuracy, and the terms of all sites."""
-
-    def __init__(self, model: nn.Module, run: Run) -> None:
-        super().__init__()
-        self.model, self.settings = model, run.training
-        self.penalty = penalties.attach(model, run.treatment)  # type: ignore[arg-type]
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        with self.autocast(x.device):
-            logits = self.model(x)
-        task = metrics.task_loss(logits, y, self.settings.label_smoothing)
-        accuracy = metrics.hits(logits, y).float().mean()
-        if self.penalty is None:
-            return task, torch.zeros_like(task), accuracy, {}
-        return task, self.penalty.unweighted(), accuracy, self.penalty.terms()
-
-    def autocast(self, device: torch.device) -> Any:
-        half = self.settings.precision == "bfloat16"
-        return torch.autocast(device.type, torch.bfloat16) if half else nullcontext()
