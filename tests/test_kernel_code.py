@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from explicit_dropout.kernels import (
+    triton_along,
     triton_attended,
     triton_energy,
     triton_gram,
@@ -141,6 +142,10 @@ def test_what_reaches_causal_scores(heads, dtype, compiled):
     triton_reach.squares(keys, weight, heads)
     triton_reach.gradients(keys, weight, sums, empty(8), heads)
     assert len(compiled) == 4
+    triton_along.sums(keys, True)
+    for order in (-1, 0, 1):
+        triton_along.of_inputs(sums, keys, empty(8), order)
+    assert len(compiled) == 8
     assert [found for found in compiled if found[2] > FEW] == []
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from explicit_dropout.kernels import energy, plain
 from explicit_dropout.kernels.spreads import exactly, refuse_second, serves_spread
 
-BLOCK = 64
-"""Tokens that are added up at once by a product with a triangle of ones: along them a plain `cumsum` is slow."""
+LATER, ALONE, EARLIER = -1, 0, 1
+"""What is summed for a token: it and those after it, it alone, or it and those before it."""
 
 
 @cache
@@ -27,6 +27,13 @@ def _triton() -> Any:
     from explicit_dropout.kernels import triton_reach
 
     return triton_reach
+
+
+@cache
+def _triton_along() -> Any:
+    from explicit_dropout.kernels import triton_along
+
+    return triton_along
 
 
 def serves_reach(others: Tensor, x: Tensor, heads: int) -> bool:
@@ -99,8 +106,7 @@ class _JointReach(torch.autograd.Function):
 
 def _reach(others: Tensor, weight: Tensor, x: Tensor, heads: int, later: bool) -> Tensor:
     with exactly(others):
-        sums = _summed(plain.wide(x).square(), later).to(torch.bfloat16)
-        return _energies(plain.even(others), weight.to(others.dtype), sums, heads)
+        return _energies(plain.even(others), weight.to(others.dtype), _sums(x, later), heads)
 
 
 def _reach_gradients(
@@ -108,10 +114,9 @@ def _reach_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with exactly(others):
         others, low = plain.even(others), weight.to(others.dtype)
-        sums = _summed(plain.wide(x).square(), later).to(torch.bfloat16)
-        of_others, of_weight = _gradients(others, low, sums, slopes, heads)
-        reached = _summed(_squares(others, low, heads), not later)
-        return of_others, of_weight.to(weight.dtype), _of_squares(x, reached, slopes)
+        of_others, of_weight = _gradients(others, low, _sums(x, later), slopes, heads)
+        of_x = _of_input(x, _squares(others, low, heads), slopes, EARLIER if later else LATER)
+        return of_others, of_weight.to(weight.dtype), of_x
 
 
 def _joint_reach(weight: Tensor, x: Tensor, other: Tensor, y: Tensor, heads: int) -> Tensor:
@@ -125,22 +130,22 @@ def _joint_reach_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with exactly(x):
         matrix, sums, squares = _joint_parts(weight, x, other, y, heads)
-        reached = _summed((squares @ matrix).float(), False)
         weighted = squares * slopes[:, None, None].to(squares.dtype)
         of_matrix = weighted.flatten(0, 1).mT @ sums.flatten(0, 1)
         one = slopes.new_ones(1)
         rows, low = _as_rows(other), weight.to(torch.bfloat16)
         of_rows, of_weight = _gradients(rows, low, of_matrix[None], one, heads)
         of_other = of_rows[0].mT.to(other.dtype).contiguous()
-        of_y = _of_squares(y, (sums @ matrix.mT).float(), slopes)
-        return of_weight.to(weight.dtype), _of_squares(x, reached, slopes), of_other, of_y
+        of_x = _of_input(x, squares @ matrix, slopes, EARLIER)
+        of_y = _of_input(y, sums @ matrix.mT, slopes, ALONE)
+        return of_weight.to(weight.dtype), of_x, of_other, of_y
 
 
 def _joint_parts(weight: Tensor, x: Tensor, other: Tensor, y: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Bᵀ, (in of the keys, in of the queries), Y and y², in bfloat16."""
     matrix = _squares(_as_rows(other), weight.to(torch.bfloat16), heads)[0].to(torch.bfloat16)
-    sums = _summed(plain.wide(x).square(), True).to(torch.bfloat16)
-    return matrix, sums, plain.wide(y).square().to(torch.bfloat16)
+    squares = y.square() if y.dtype == torch.bfloat16 else plain.wide(y).square().to(torch.bfloat16)
+    return matrix, _sums(x, True), squares
 
 
 def _as_rows(weight: Tensor) -> Tensor:
@@ -148,25 +153,27 @@ def _as_rows(weight: Tensor) -> Tensor:
     return weight.mT.to(torch.bfloat16).contiguous()[None]
 
 
-def _of_squares(x: Tensor, of_squares: Tensor, slopes: Tensor) -> Tensor:
-    return (2 * slopes[:, None, None] * plain.wide(x) * of_squares).to(x.dtype).contiguous()
+def _sums(x: Tensor, later: bool) -> Tensor:
+    """Sums of squares over a token and all after it, or all before it, (batch, token, column), in bfloat16."""
+    if energy.by_triton(x) and x.numel():
+        return cast("Tensor", _triton_along().sums(plain.even(x), later))
+    return _summed(plain.wide(x).square(), LATER if later else EARLIER).to(torch.bfloat16)
 
 
-def _summed(squares: Tensor, later: bool) -> Tensor:
-    """Sums over a token and all after it, or all before it, (batch, token, column), without gaps."""
-    batch, tokens, columns = squares.shape
-    count = -(-tokens // BLOCK)
-    padded = torch.nn.functional.pad(squares, (0, 0, 0, count * BLOCK - tokens))
-    blocks = padded.view(batch, count, BLOCK, columns)
-    inside = _triangle(BLOCK, later, 0, squares) @ blocks
-    across = _triangle(count, later, 1, squares) @ blocks.sum(2)  # not totals less others, which would cancel
-    return (inside + across[:, :, None]).view(batch, count * BLOCK, columns)[:, :tokens].contiguous()
+def _of_input(x: Tensor, of_sums: Tensor, slopes: Tensor, order: int) -> Tensor:
+    """The gradient of x, without gaps, given those of what its squares are in, summed in this order."""
+    if energy.by_triton(x) and x.numel():
+        found = _triton_along().of_inputs(plain.even(of_sums), plain.even(x), slopes.float().contiguous(), order)
+        return cast("Tensor", found)
+    summed = _summed(plain.wide(of_sums), order)
+    return (2 * slopes[:, None, None] * plain.wide(x) * summed).to(x.dtype).contiguous()
 
 
-def _triangle(size: int, later: bool, strict: int, like: Tensor) -> Tensor:
-    """Ones where a row has a column after it, or before it, or (unless strict) on the diagonal."""
-    ones = torch.ones(size, size, dtype=like.dtype, device=like.device)
-    return ones.triu(strict) if later else ones.tril(-strict)
+def _summed(values: Tensor, order: int) -> Tensor:
+    """Sums along tokens, (batch, token, column)."""
+    if order == LATER:
+        return values.flip(1).cumsum(1).flip(1)
+    return values.cumsum(1) if order == EARLIER else values
 
 
 def _energies(rows: Tensor, weight: Tensor, sums: Tensor, heads: int) -> Tensor:
