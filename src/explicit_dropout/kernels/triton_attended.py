@@ -49,15 +49,29 @@ def _scores(left, right, token, key, context, factor, CAUSAL: tl.constexpr, EXAC
     seen = key < context
     if CAUSAL:
         seen = seen & (key <= token)
-    return tl.where(seen, factor * tl.dot(left, tl.trans(right), input_precision=EXACT), float("-inf"))
+    precision: tl.constexpr = "ieee" if EXACT == "ieee" else "tf32"
+    return tl.where(seen, factor * tl.dot(left, tl.trans(right), input_precision=precision), float("-inf"))
 
 
 @triton.jit
 def _cut(value, EXACT: tl.constexpr):
-    """What tensor cores read of a float32 number, its first ten binary digits after the point; or all of it."""
-    if EXACT == "tf32":
+    """What tensor cores read of a float32 number: bfloat16, its first ten binary digits after the point, or all of it.
+
+    float16 has too small a range for slopes.
+    """
+    if EXACT == "bf16":
+        value = value.to(tl.bfloat16).to(tl.float32)
+    elif EXACT == "tf32":
         value = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return value
+
+
+@triton.jit
+def _add(sums, value, side, EXACT: tl.constexpr):
+    """The product of float32 numbers with a block as it is, added to sums."""
+    if EXACT == "bf16":
+        return tl.dot(value.to(side.dtype), side, sums)  # float32 where Triton interprets
+    return tl.dot(value, side.to(tl.float32), sums, input_precision=EXACT)
 
 
 @triton.jit(do_not_specialize=["tokens", "context", "blocks", "heads"])
@@ -138,9 +152,8 @@ def _attended_queries(
         cut_weighted, cut_weights = _cut(weighted, EXACT), _cut(weights, EXACT)
         cut_total += tl.sum(cut_weighted, 1)
         cut_one += tl.sum(cut_weights, 1)
-        right = right.to(tl.float32)
-        squared = tl.dot(cut_weighted, right, squared, input_precision=EXACT)
-        mean = tl.dot(cut_weights, right, mean, input_precision=EXACT)
+        squared = _add(squared, cut_weighted, right, EXACT)
+        mean = _add(mean, cut_weights, right, EXACT)
     tl.store(sums + owner * tokens + token, total, token < tokens)
     result += sample * to_sample + head * width
     ratio = cut_total / tl.where(token < tokens, cut_one, 1.0)
@@ -176,7 +189,7 @@ def _attended_keys(
         total = tl.load(sums + owner * tokens + token, token < tokens, 0.0)
         weights = tl.exp2(scores - level[None, :])
         steep = weights * (slope[:, None] * weights - total[None, :])
-        gradient = tl.dot(steep, left.to(tl.float32), gradient, input_precision=EXACT)
+        gradient = _add(gradient, _cut(steep, EXACT), left, EXACT)
     result += sample * to_sample + head * width
     _put(result, tl.cast(outer, tl.float32) * gradient, block * TOKENS, context, to_token, width, TOKENS, WIDTH)
 
@@ -231,9 +244,8 @@ def _attended_squares_gradients(
     tl.store(sums + (part.to(tl.int64) * heads + head)[:, None] * columns + column[None, :], total, own)
 
 
-def _exact(dtype: torch.dtype) -> str:
-    """How products are made: tensor cores take half precision as it is, and cut float32 to about as many digits."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
+"""What tensor cores make of weights and slopes beside tensors of this precision."""
 
 
 def _size(tokens: int, context: int, width: int) -> int:
@@ -249,7 +261,7 @@ def _launch(
     """How a kernel is launched over so many heads of samples and blocks of tokens."""
     wide = max(16, triton.next_power_of_2(width))
     lift = interpreted() and dtypes[0] == torch.bfloat16  # which the interpreter cannot multiply
-    facts = causal, _exact(dtypes[0]), lift, size, wide
+    facts = causal, PRECISIONS[dtypes[0]], lift, size, wide
     warps = 2 if size == 32 and wide <= 32 else 4
     return Launch(kernel, (owners * blocks, 1, 1), (*scales, *numbers, blocks, heads, width, *facts), warps=warps)
 
