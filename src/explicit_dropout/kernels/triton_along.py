@@ -19,7 +19,7 @@ from explicit_dropout.kernels.launch import Launch, remembered
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
-TOKENS, COLUMNS = 64, 32
+TOKENS, COLUMNS = 128, 32
 """Of a tile. Few columns: there are programs for all of them, but only one along the tokens."""
 
 

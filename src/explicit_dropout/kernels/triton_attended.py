@@ -70,8 +70,10 @@ def _cut(value, EXACT: tl.constexpr):
 def _add(sums, value, side, EXACT: tl.constexpr):
     """The product of float32 numbers with a block as it is, added to sums."""
     if EXACT == "bf16":
-        return tl.dot(value.to(side.dtype), side, sums)  # float32 where Triton interprets
-    return tl.dot(value, side.to(tl.float32), sums, input_precision=EXACT)
+        sums = tl.dot(value.to(side.dtype), side, sums)  # float32 where Triton interprets
+    else:
+        sums = tl.dot(value, side.to(tl.float32), sums, input_precision=EXACT)
+    return sums
 
 
 @triton.jit(do_not_specialize=["tokens", "context", "blocks", "heads"])
@@ -248,9 +250,9 @@ PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf1
 """What tensor cores make of weights and slopes beside tensors of this precision."""
 
 
-def _size(tokens: int, context: int, width: int) -> int:
-    """Tokens of a block: few where a sequence is short or a head wide."""
-    return 32 if max(tokens, context) <= 256 or width > 64 else 64
+def _size(tokens: int, context: int, width: int, dtype: torch.dtype) -> int:
+    """Tokens of a block: few where a head is wide, or a short sequence takes much room."""
+    return 32 if width > 64 or (dtype == torch.float32 and max(tokens, context) <= 256) else 64
 
 
 @remembered
@@ -278,7 +280,7 @@ def columns(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: boo
     if triton_short.serves(queries, keys, heads):
         return triton_short.columns(queries, keys, heads, scale, causal, levels), levels
     width = features // heads
-    size = _size(tokens, context, width)
+    size = _size(tokens, context, width, queries.dtype)
     blocks = triton.cdiv(tokens, size)
     parts = queries.new_empty((batch, heads, blocks, context), dtype=torch.float32)
     numbers = tokens, context, *queries.stride()[:2], *keys.stride()[:2]
@@ -299,7 +301,7 @@ def column_gradients(
     if triton_short.serves(queries, keys, heads):
         return triton_short.column_gradients(queries, keys, heads, scale, causal, levels, slopes)
     width = features // heads
-    size = _size(tokens, context, width)
+    size = _size(tokens, context, width, queries.dtype)
     results = queries.new_empty(queries.shape), keys.new_empty(keys.shape)
     sums = torch.empty_like(levels)
     scales = scale * log2(e), 2 * scale
