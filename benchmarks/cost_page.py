@@ -41,6 +41,8 @@ COMMANDS = {
     "vectorised-cpu": "python benchmarks/vectorised.py --output results/benchmarks/vectorised-cpu",
 }  # fmt: skip
 STEPS = ("step-time-h200", "step-time-cpu")
+STOCHASTIC = tuple(name for name, treatment in TREATMENTS.items() if treatment.kind != "explicit")
+"""What has no penalty."""
 Row = dict[str, Any]
 
 
@@ -192,6 +194,46 @@ def floors(results: dict[str, Any]) -> str:
     if not lines:
         return missing("step-time-h200")
     return table(["model", "mode", "treatment", "GB", "ms", "floor ×", "GPU busy ×", "step ×"], lines)
+
+
+ADDED = {
+    "energies": r"^_(energies|gradients|column|sample|squares)",
+    "attention weights": r"^_(attended|short)",
+    "scores": r"^_(gram|score|spread|reach)",
+    "products of matrices": r"nvjet|gemm|cublas|cutlass|wgmma|splitKreduce",
+}
+"""What kernels of a penalty do, by their names; all others are torch's."""
+
+
+def added(results: dict[str, Any]) -> str:
+    """What treatments add to the time that the GPU is busy in an eager step, by what kernels do."""
+    result, lines = results["step-time-h200"], []
+    rows = (
+        [] if result is None else [row for row in whole(result["rows"]) if "profile" in row and row["mode"] == "eager"]
+    )
+    base = {row["model"]: row["profile"] for row in rows if row["treatment"] == "none"}
+    for row in rows:
+        if row["treatment"] in (*STOCHASTIC, "none") or row["model"] not in base:
+            continue
+        before, after = base[row["model"]], row["profile"]
+        more = {kind: total(after, pattern) - total(before, pattern) for kind, pattern in ADDED.items()}
+        busy = after["busy_ms"] - before["busy_ms"]
+        lines.append([
+            row["model"], row["treatment"], *map(signed, more.values()),
+            signed(busy - sum(more.values())), signed(busy), f"{after['launches'] - before['launches']:.0f}",
+        ])  # fmt: skip
+    if not lines:
+        return missing("step-time-h200")
+    return table(["model", "treatment", *ADDED, "torch's additions and copies", "in all, ms", "launches"], lines)
+
+
+def signed(ms: float) -> str:
+    return f"{ms:.2f}".replace("-", "−") if abs(ms) >= 0.005 else "–"
+
+
+def total(profile: dict[str, Any], pattern: str) -> float:
+    """Milliseconds of the kernels of such names."""
+    return sum(kernel["ms"] for kernel in profile["kernels"] if re.search(pattern, kernel["name"]))
 
 
 # ---------------------------------------------------------------------------------------------- growth, training loop
@@ -359,6 +401,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step-time-h200": steps("step-time-h200"),
     "step-time-cpu": steps("step-time-cpu"),
     "floor": floors,
+    "added": added,
     "growth-h200": curves("growth-h200"),
     "growth-cpu": curves("growth-cpu"),
     "trainer-h200": trainer,
