@@ -584,18 +584,38 @@ def test_pairs_of_rows_of_any_weight_and_their_gradient_equal_plain_torch(dtype,
 
 
 def test_the_operators_of_spreads_are_registered_soundly():
-    side = draw((3, 20, 16), torch.bfloat16).requires_grad_()
     operators = torch.ops.explicit_dropout
-    grams = operators.grams(side, 2)
-    torch.library.opcheck(operators.grams.default, (side, 2))
-    torch.library.opcheck(operators.gram_products.default, (side.detach(), grams.detach(), 2))
-    by_head = side.detach().double().unflatten(-1, (2, -1)).transpose(1, 2).requires_grad_()
-    expected = (by_head.mT @ by_head).flatten(1)
-    slopes = draw(grams.shape, torch.bfloat16, 1)
-    close(grams.detach().double(), expected.detach(), 2**-7)
-    (slope,) = torch.autograd.grad(grams, side, slopes)
-    (other,) = torch.autograd.grad(expected, by_head, slopes.double())
-    close(slope.double(), other.transpose(1, 2).flatten(2), 2**-6)
+    others = draw((3, 20, 16), torch.bfloat16)
+    first, second = (draw((16, 12), seed=seed) for seed in (2, 3))
+    squares, other_squares = (draw((3, 12), seed=seed).square() for seed in (4, 5))
+    along, slopes = draw((3, 12), seed=6), draw((3,), seed=7)
+    torch.library.opcheck(operators.spread_gradients.default, (slopes, 2, others, first, squares, along))
+    joint = first, squares, second, other_squares
+    torch.library.opcheck(operators.joint_spread_gradients.default, (slopes, 2, *joint, along))
+    leaves = [tensor.requires_grad_() for tensor in (others, *joint)]
+    torch.library.opcheck(operators.spread.default, (*leaves[:3], 2))
+    torch.library.opcheck(operators.joint_spread.default, (*leaves[1:], 2))
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=fused), True])
+def test_nothing_is_kept_for_spreads_but_what_there_is_and_a_row_for_each_sample(compiled):
+    given = [draw((3, 20, 16), torch.bfloat16, 1), draw((16, 12), seed=2), draw((3, 12), seed=3).square()]
+    others, weight, squares = (g.requires_grad_() for g in given)
+    kept = {}
+
+    def both(others, weight, squares):
+        return kernels.spread(others, weight, squares, 2) + kernels.joint_spread(weight, squares, weight, squares, 2)
+
+    def keep(tensor):
+        kept[tensor.data_ptr()] = tensor.shape
+        return tensor
+
+    torch._dynamo.reset()
+    function = torch.compile(both, fullgraph=True, backend="aot_eager") if compiled else both
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        function(others, weight, squares)
+    own = [shape for place, shape in kept.items() if place not in {tensor.data_ptr() for tensor in given}]
+    assert own == [squares.shape] * 2
 
 
 REACHES = [(2, 20, 2, 8, 12), (3, 70, 3, 16, 70), (1, 1, 2, 20, 5), (0, 4, 2, 8, 6), (2, 130, 1, 33, 130)]
@@ -1070,7 +1090,7 @@ def decoder_without_mask():
 @pytest.mark.parametrize("component", ["query", "key", "query_key"])
 @pytest.mark.parametrize(
     ("make", "serves", "operator"),
-    [(small_vit, "serves_spread", "grams"), (decoder_without_mask, "serves_reach", "reach")],
+    [(small_vit, "serves_spread", "spread"), (decoder_without_mask, "serves_reach", "reach")],
 )
 def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operators(
     make, serves, operator, component, monkeypatch
@@ -1087,7 +1107,7 @@ def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operato
 
         results.append(trained(make(), xd.inverted(0.2), (component,), compiled, autocast=True))
         assert backend.has(operator) == (own and backend.straight)
-        assert backend.has("joint_reach") == (own and operator == "reach" and component == "query_key")
+        assert backend.has(f"joint_{operator}") == (own and backend.straight and component == "query_key")
     agree(*results, 2e-2)
 
 
@@ -1159,26 +1179,10 @@ def test_compiled_code_has_hardly_a_kernel_more_under_a_law_without_variance():
         assert 0 < found <= expected + 2
 
 
-def unmasked(model):
-    """The model without a mask: where the compiler does not see that none is needed, transformers makes one."""
-    from transformers import AttentionInterface
-
-    def attend(module, query, key, value, attention_mask, scaling=None, **_):
-        del attention_mask
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=module.is_causal, scale=scaling
-        )
-        return attended.transpose(1, 2), None
-
-    AttentionInterface.register("unmasked", attend)
-    model.set_attn_implementation("unmasked")
-    return model
-
-
 KEPT = [
     (small_vit, xd.paper(0.2), "value", 1.0), (small_vit, xd.paper(0.2), "attended_value", 1.0),
     (small_vit, xd.inverted(0.2), "value", 0.0), (small_vit, xd.inverted(0.2), "attended_value", 0.75),
-    (small_vit, xd.inverted(0.2), "query", 1.0), (small_vit, xd.inverted(0.2), "query_key", 2.5),
+    (small_vit, xd.inverted(0.2), "query", 0.3), (small_vit, xd.inverted(0.2), "query_key", 0.5),
     (small_gpt2, xd.paper(0.2), "value", 1.0), (small_gpt2, xd.inverted(0.2), "value", 0.0),
 ]  # fmt: skip
 """How much more a layer keeps, in tensors of the residual stream: the output of its feed-forward network, which nothing
@@ -1188,12 +1192,14 @@ else needs; numbers for every head and token, or pair of features, which are man
 @pytest.mark.parametrize(("make", "noise", "component", "more"), KEPT)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler has some for the user of small matrices
 def test_compiled_code_keeps_little_more_for_its_backward_pass(make, noise, component, more, monkeypatch):
+    from hosts import fused as without_mask
+
     monkeypatch.setattr(kernels.energy, "serves_compiled", lambda _: True)
     given = draw((64, 3, 16, 16)) if make is small_vit else torch.arange(64 * 17, device=DEVICE).reshape(64, 17) % 50
 
     def kept(penalised):
         torch._dynamo.reset()
-        model, sizes = unmasked(make()), {}
+        model, sizes = without_mask(make()), {}
         reg = xd.ExplicitDropout(model, noise, **{component: 0.3}, feed_forward=0.3) if penalised else None
         compiled = torch.compile(model, fullgraph=True)
 
