@@ -84,6 +84,29 @@ def test_workers_end_with_their_sweep_and_the_next_sweep_goes_on(tmp_path, blow,
     assert results(store) == undisturbed
 
 
+@pytest.mark.parametrize("engine", ["local", "vectorised"])
+def test_a_sweep_stops_by_itself_when_its_time_is_over_and_the_next_goes_on(tmp_path, engine):
+    store, endless = Store(tmp_path / "results"), {"seeds": 4, "epochs": 100_000}
+    (tmp_path / "endless.py").write_text(
+        f"import tiny_sweep\ndef experiment():\n    return tiny_sweep.experiment(**{endless})\n"
+    )
+    start = [sys.executable, "-m", "explicit_dropout", "sweep", tmp_path / "endless.py", "--store", store.root]
+    start += [f"--engine={engine}", "--minutes=0.3", "--device=cpu", "--threads=1", "--checkpoint-seconds=0"]
+    ended = subprocess.run(
+        start,
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as under nohup
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (130, False), ended.stderr
+    assert "Stopped: 0 runs of" in " ".join(ended.stdout.split())
+    states = store.status(experiment(**endless).runs).values()
+    assert "resumable" in states
+    assert "running" not in states
+
+
 def test_a_worker_that_dies_costs_its_run_no_more_than_another_sweep(tmp_path, undisturbed):
     store = Store(tmp_path)
 

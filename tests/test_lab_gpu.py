@@ -130,3 +130,17 @@ def test_a_cuda_graph_trains_models_together_bit_for_bit_as_the_eager_step(
     for one, other in zip(eager, graph, strict=True):
         assert course(one) == course(other)
         assert "trained_together" in other.environment()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler has some for the user of a small model
+@pytest.mark.parametrize(("row", "law"), ROWS)
+def test_a_compiled_graph_trains_models_together_as_the_eager_step_within_rounding(
+    row: str, law: str, root: Path, tmp_path: Path
+) -> None:
+    eager = trained_together(row, law, root, tmp_path / "eager")
+    compiled = trained_together(row, law, root, tmp_path / "compiled", compile=True, cuda_graphs=True)
+    for one, other in zip(eager, compiled, strict=True):
+        assert course(other)[0]["train_loss"] == pytest.approx(course(one)[0]["train_loss"], rel=1e-3)
+        assert course(other)[0]["terms"] == pytest.approx(course(one)[0]["terms"], rel=1e-3)
+        assert other.environment()["compile"]
+        assert "trained_together" in other.environment()

@@ -324,6 +324,8 @@ BAD = {
     (FILE, "--seeds", "9"): "`seeds` must be among 0, 1. Got 9",
     (FILE, "--engine", "cloud"): "invalid choice",
     (FILE, "--workers=-1"): "`workers` must be 0",
+    (FILE, "--minutes=0"): "`minutes` must be above 0",
+    (FILE, "--minutes=nan"): "`minutes` must be above 0",
     (FILE, "--address", "auto"): "with the engine ray only",
     (FILE, "--slurm", "partition"): "key=value,key=value",
     (FILE, "--device", "abacus"): "auto, cpu, cuda or cuda:N",

@@ -272,6 +272,20 @@ def test_half_precision_trains_together(tmp_path: Path) -> None:
         assert found[-1]["train_loss"] == pytest.approx(expected[-1]["train_loss"], rel=0.05)
 
 
+def test_a_compiled_step_of_models_together_is_that_of_each_alone(tmp_path: Path) -> None:
+    """Masks too: random numbers come from outside, so that compiled code has the same here."""
+    treatment = Treatment("drop_key", "explicit", strength=1e-2, drop_path=0.2)
+    runs = variations(replace(EXPLICIT, treatment=treatment, model=replace(SMALL, layers=1)))
+    events = carry_out(runs, tmp_path / "together", execution=replace(EXECUTION, compile=True))
+    assert Counter(kind for kind, _, _ in events) == {"started": 4, "finished": 4}
+    for member in runs:
+        folder = Store(tmp_path / "together").folder(member)
+        assert_same_within_rounding(folder, alone(member, tmp_path / "alone"))
+        environment = json.loads((folder.path / "environment.json").read_text())
+        assert environment["compile"]
+        assert environment["trained_together"] == 4
+
+
 def test_the_same_runs_together_twice_give_the_same_bits(tmp_path: Path) -> None:
     runs = variations(STOCHASTIC)
     for name in ("once", "again"):
@@ -488,10 +502,9 @@ def test_a_process_that_dies_fails_its_own_runs_and_another_takes_its_place() ->
     assert [run.seed for run in left] == [101, 102]
 
 
-@pytest.mark.parametrize("option", ["compile", "cuda_graphs"])
-def test_what_cannot_be_vectorised_is_refused(option, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"execution.{option}"):
-        carry_out([EXPLICIT], tmp_path, execution=replace(EXECUTION, **{option: True}))
+def test_cuda_graphs_are_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"execution\.cuda_graphs"):
+        carry_out([EXPLICIT], tmp_path, execution=replace(EXECUTION, cuda_graphs=True))
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch) -> None:

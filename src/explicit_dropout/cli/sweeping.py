@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,6 +27,7 @@ from explicit_dropout.lab.store import Store
 
 _ALL = "(default: all)"
 _OWN = "(default: the engine's choice)"
+_UNTIL = "(default: until all are finished)"
 
 
 def sweep(
@@ -35,6 +38,7 @@ def sweep(
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW …", help_behavior_hint=_ALL)] = (),
     seeds: Annotated[str, tyro.conf.arg(metavar="0,1,…", help_behavior_hint=_ALL)] = "",
     dry_run: bool = False,
+    minutes: Annotated[float | None, tyro.conf.arg(metavar="M", help_behavior_hint=_UNTIL)] = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=_OWN)] = None,
     address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
     slurm: Annotated[str, tyro.conf.arg(metavar="KEY=VALUE,…", help_behavior_hint="")] = "",
@@ -46,12 +50,12 @@ def sweep(
 
     Started several times on one store, on any machines, they share the work.
 
-    Exit status: 0 all finished, 1 a run failed, 2 the command makes no sense.
+    Exit status: 0 all finished, 1 a run failed, 2 bad input, 130 stopped.
 
     Try:
       explicit-dropout sweep experiments/digits.py --dry-run
       explicit-dropout sweep experiments/digits.py --only none+none --seeds 0-4
-      explicit-dropout sweep experiments/table4.py --engine vectorised
+      explicit-dropout sweep experiments/table4.py --engine vectorised --minutes 30
       explicit-dropout sweep experiments/table4.py --engine ray --address auto
       explicit-dropout sweep experiments/table4.py --engine submitit \\
           --slurm partition=gpu,timeout_min=60,gpus_per_node=1
@@ -63,6 +67,7 @@ def sweep(
         only: Rows of the table, by name.
         seeds: Seeds, such as 0,1 or 0-4.
         dry_run: Show what would run and how long it may take; train nothing.
+        minutes: Stop after so long, as Ctrl-C would.
         workers: Runs side by side. With local, 0 means in this very process.
         address: Of a running Ray cluster; auto finds one.
         slurm: Parameters of the jobs; cluster=local does without Slurm.
@@ -73,6 +78,8 @@ def sweep(
     )  # workers may start elsewhere
     if engine in ("local", "vectorised"):  # other engines run on other machines
         estimate.device_name(execution)
+    if minutes is not None and not minutes > 0:
+        raise InputError("minutes", "above 0", minutes)
     how = choose(engine, Options(workers, address, _pairs(slurm)))
     experiments = load_experiments(experiment)
     chosen = sweeps.select(experiments, only, _numbers(seeds))
@@ -86,7 +93,7 @@ def sweep(
     out.print(_opening(plan))
     display = Display(plan, place, out)
     try:
-        with display:
+        with display, _at_most(minutes):
             result = sweeps.sweep(
                 experiments, place, how, execution, only=only, seeds=_numbers(seeds), on_event=display.on_event
             )
@@ -101,6 +108,21 @@ def sweep(
     elsewhere = f", {result.elsewhere} of them by other processes" if result.elsewhere else ""
     out.print(f"All {plural(len(plan.runs), 'run')} finished{elsewhere}. Results are in {escape(str(store))}.")
     return AGREES
+
+
+@contextmanager
+def _at_most(minutes: float | None) -> Iterator[None]:
+    """Inside, a KeyboardInterrupt comes after so many minutes, even where Ctrl-C is ignored, as under nohup."""
+    if minutes is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _opening(plan: sweeps.Plan) -> str:

@@ -355,7 +355,7 @@ class Execution(Settings):
         data_root: the folder of the datasets; None for $EXPLICIT_DROPOUT_DATA, or `data`.
         device: cpu, cuda, cuda:1, …; auto takes a GPU if there is one.
         compile: compile the training step by `torch.compile`.
-        cuda_graphs: replay the compiled step as one CUDA graph.
+        cuda_graphs: replay the training step as one CUDA graph, compiled or not.
         deterministic: the same bits every time on the same machine.
         threads: CPU threads of a run; None leaves torch's choice.
         checkpoint_seconds: least time between two checkpoints, which are made at the end of an epoch.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
@@ -89,6 +90,18 @@ def choose(name: EngineName, options: Options | None = None) -> Engine:
 # ---------------------------------------------------------------------------------------------- one run
 
 
+@contextmanager
+def noting(notes: list[str]) -> Iterator[None]:
+    """Add the warnings that come up inside to the notes, but for those of libraries about each other."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            yield
+        finally:
+            notes += dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught)
+
+
 class Outcome(TypedDict):
     """How a run ended, in plain types that travel between processes and machines."""
 
@@ -105,8 +118,7 @@ def execute(run: dict[str, Any], store_root: str, execution: dict[str, Any]) -> 
     notes: list[str] = []
     try:
         folder = Store(store_root).folder(settings)
-        with folder.lock(), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
+        with folder.lock(), noting(notes):
             try:
                 if folder.finished:
                     return {"kind": "skipped", "message": "another process has finished it", "notes": []}
@@ -120,8 +132,6 @@ def execute(run: dict[str, Any], store_root: str, execution: dict[str, Any]) -> 
                     where = "nowhere, for it could not be written:\n" + text
                 message = f"{type(error).__name__}: {error} (traceback: {where})"
                 return {"kind": "failed", "message": message, "notes": notes}
-            finally:
-                notes += dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught)
     except StoreBusyError as error:
         return {"kind": "busy", "message": str(error), "notes": []}
     except StoreError as error:

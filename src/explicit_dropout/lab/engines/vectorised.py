@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from explicit_dropout.errors import ExplicitDropoutError, InputError, StoreBusyE
 from explicit_dropout.lab import data
 from explicit_dropout.lab.config import Data, Execution, Run
 from explicit_dropout.lab.data import Dataset
-from explicit_dropout.lab.engines import Engine, Event, OnEvent
+from explicit_dropout.lab.engines import Engine, Event, OnEvent, noting
 from explicit_dropout.lab.engines.local import Local, cores, gpus_to_deal
 from explicit_dropout.lab.engines.sharing import share_out
 from explicit_dropout.lab.store import RunFolder, Store
@@ -53,7 +52,8 @@ class Vectorised:
     others: Engine = field(default_factory=Local)
 
     def __call__(self, runs: Sequence[Run], store: Store, execution: Execution, on_event: OnEvent, /) -> None:
-        _check(execution)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("engine", "local, for a training of several processes under torchrun", "vectorised")
         device = chosen_device(execution)
         on_gpu = device.type == "cuda"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -105,13 +105,6 @@ def groups(runs: Sequence[Run]) -> list[list[Run]]:
     for run in runs:
         found.setdefault(fits(run), {}).setdefault(run.data, []).append(run)
     return [[run for same_data in group.values() for run in same_data] for group in found.values()]
-
-
-def _check(execution: Execution) -> None:
-    if execution.compile:
-        raise InputError("execution.compile", "off with the engine vectorised; the engine local has it", True)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError("engine", "local, for a training of several processes under torchrun", "vectorised")
 
 
 @dataclass
@@ -193,14 +186,14 @@ class Program:
             on_event(Event("finished", run))
 
         prepare(self.execution)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
+        notes: list[str] = []
+        with noting(notes):
             try:
                 Together(members, self.execution, chosen_device(self.execution), finished).carry_out()
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 for run in left.values():
                     on_event(Event("note", run, f"will be trained alone: {len(runs)} runs together failed. {reason}"))
-        for note in dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught):
+        for note in notes:
             on_event(Event("note", runs[0][0], note))
         return list(left.values())

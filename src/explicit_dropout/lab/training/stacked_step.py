@@ -1,16 +1,21 @@
-"""One training step of many models at once, on a batch of each; eager, or replayed as a CUDA graph."""
+"""One training step of many models at once, on a batch of each; eager, compiled, or replayed as a CUDA graph.
+
+The compiler does not see through `vmap`, autograd and hooks together. So a step is traced first, gradients included:
+what is left of it is a list of operators on stacked tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from explicit_dropout.lab import metrics, penalties
-from explicit_dropout.lab.config import Run
+from explicit_dropout.lab.config import Execution, Run
 from explicit_dropout.lab.training.capture import Undo, captured
 from explicit_dropout.lab.training.stacked import Adam, Stack, clip, mapped
 from explicit_dropout.stochastic import recording
@@ -25,11 +30,13 @@ class StackedStep:
     Args:
         objective: the module that all models share.
         runs: what each model is trained for, in the order of the stack.
-        graphed: replay the step as a CUDA graph.
+        execution: whether the step is compiled, and whether it is replayed as a CUDA graph.
     """
 
-    def __init__(self, objective: Objective, stack: Stack, adam: Adam, runs: Sequence[Run], *, graphed: bool) -> None:
-        self.objective, self.stack, self.adam, self.graphed = objective, stack, adam, graphed
+    def __init__(
+        self, objective: Objective, stack: Stack, adam: Adam, runs: Sequence[Run], execution: Execution
+    ) -> None:
+        self.objective, self.stack, self.adam, self.execution = objective, stack, adam, execution
         self.device = stack.weights.device
         self.strengths = torch.tensor([run.treatment.strength for run in runs], device=self.device)
         largest = [[run.training.clip or float("inf")] for run in runs]
@@ -39,6 +46,8 @@ class StackedStep:
         self.coefficients = torch.empty(3, len(runs), 1, dtype=stack.weights.dtype, device=self.device)
         self.site_names: list[str] = []
         self.sums: Tensor | None = None
+        self.differentiate: Callable[..., tuple[Tensor, Tensor]] = self._differentiate
+        self.update: Callable[[Tensor, Tensor, Tensor], None] = adam.step
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(
@@ -58,11 +67,13 @@ class StackedStep:
         else:
             self.batch = [torch.stack(parts) for parts in stacked]
             self.numbers = self._places(examples[0][0], len(masks))
+            if self.execution.compile:
+                self._compile()
         for row, mask in enumerate(masks):
             for place in self.numbers:
                 torch.rand(place.shape[1:], generator=mask, out=place[row])
         self.coefficients.copy_(coefficients)
-        if not self.graphed:
+        if not self.execution.cuda_graphs:
             self._train()
             return
         if self.graph is None:
@@ -75,21 +86,34 @@ class StackedStep:
             self.objective.model(x)
         return [torch.empty(models, *shape, device=self.device) for shape in shapes]
 
+    def _compile(self) -> None:
+        traced = make_fx(lambda *given: self._differentiate(*given))(self.stack.weights, self.batch, self.numbers)
+        self.differentiate = torch.compile(traced, fullgraph=True)
+        self.update = torch.compile(self.adam.step, fullgraph=True)
+
+    @torch.no_grad()
     def _train(self) -> None:
-        weights = self.stack.weights.requires_grad_()
+        gradients, values = self.differentiate(self.stack.weights, self.batch, self.numbers)
+        self.update(self.stack.weights, gradients, self.coefficients)
+        if self.sums is None:
+            self.sums = torch.zeros_like(values, dtype=torch.float64)
+        self.sums += values
+
+    @torch.enable_grad()
+    def _differentiate(
+        self, weights: Tensor, batch: Sequence[Tensor], numbers: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of all weights, clipped, and what is summed up for every model."""
+        weights = weights.detach().requires_grad_()
         task, penalty, accuracy, terms = mapped(
-            self.objective, self.stack.by_name(weights, "model."), *self.batch, numbers=self.numbers
+            self.objective, self.stack.by_name(weights, "model."), *batch, numbers=numbers
         )
         penalty = self.strengths * penalty
         (gradients,) = torch.autograd.grad((task + penalty).sum(), weights)
-        weights.requires_grad_(False)
         if self.largest is not None:
             gradients = clip(gradients, self.largest)
-        self.adam.step(weights, gradients, self.coefficients)
-        values = torch.stack([task.detach(), penalty.detach(), accuracy, *terms.values()], -1)
-        if self.sums is None:
-            self.site_names, self.sums = list(terms), torch.zeros_like(values, dtype=torch.float64)
-        self.sums += values
+        self.site_names = list(terms)
+        return gradients, torch.stack([task, penalty, accuracy, *terms.values()], -1).detach()
 
     def reset(self) -> None:
         """Start summing anew."""

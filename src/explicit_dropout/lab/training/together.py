@@ -121,8 +121,8 @@ class Together:
         masks = [generator(m.run.seed, m.record.epochs_done, "masks", self.device) for m in members]
         streams = [batches(m.run, m.dataset.train, m.record.epochs_done) for m in members]
         if self.step is None:
-            runs, graphed = [member.run for member in members], self.execution.cuda_graphs
-            self.step = StackedStep(self.objective, self.stack, self.adam, runs, graphed=graphed)
+            runs = [member.run for member in members]
+            self.step = StackedStep(self.objective, self.stack, self.adam, runs, self.execution)
         self.step.reset()
         for number, examples in enumerate(zip(*streams, strict=True)):
             self.step(examples, masks, coefficients[number])
