@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import explicit_dropout as xd
 from explicit_dropout import kernels
+from explicit_dropout.hooks.attention import apart
 from explicit_dropout.kernels import plain, torch_energy
 from explicit_dropout.kernels.launch import Launch
 
@@ -941,6 +942,59 @@ def small_gpt2():
         use_cache=False,
     )  # fmt: skip
     return GPT2LMHeadModel(config).to(DEVICE).train()
+
+
+CUTS = "SliceBackward0", "SplitWithSizesBackward0"
+
+
+def nodes(value):
+    """All functions that the backward pass of a value calls."""
+    seen, left = set(), [value.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return seen
+
+
+@pytest.mark.parametrize("noise", [xd.paper(0.2), xd.inverted(0.2)])
+@pytest.mark.parametrize("component", ["query", "key", "query_key", "attended_value"])
+def test_both_slices_of_a_fused_output_have_one_gradient(component, noise):
+    model = small_gpt2()
+    model.set_attn_implementation("sdpa")
+    reg = xd.ExplicitDropout(model, noise, **{component: 0.3}, layers=[0])
+    model(torch.arange(16, device=DEVICE).reshape(2, 8))
+    cuts = [node._saved_self_sym_sizes for node in nodes(reg()) if type(node).__name__ in CUTS]
+    whole = 2, 8, 3 * 32
+    assert cuts.count(whole) == (component != "attended_value" or noise.variance > 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (slice(0, 4), slice(4, 8)), (slice(8, 12), slice(2, 5)),
+        (slice(None, 3), slice(3, None)), (slice(-2, None), slice(0, 1)),
+    ],
+)  # fmt: skip
+def test_two_parts_that_are_cut_at_once_are_the_slices(first, second):
+    x = draw((2, 5, 12), torch.float64).requires_grad_()
+    slopes = [draw((2, 5, x[..., rows].shape[-1]), torch.float64, 1) for rows in (first, second)]
+    found, expected = apart(x, first, second), (x[..., first], x[..., second])
+    gradients = []
+    for pair, other in zip(found, expected, strict=True):
+        assert torch.equal(pair, other)
+    for pair in (found, expected):
+        gradients += torch.autograd.grad(pair, x, slopes)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(None, slice(0, 4)), (slice(0, 5), slice(4, 8)), (slice(0, 8, 2), slice(8, 12)), ((0, 1), (2, 3))],
+)
+def test_other_parts_are_not_cut_at_once(first, second):
+    assert apart(draw((2, 5, 12)), first, second) is None
 
 
 def run(model, runner=None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -120,6 +121,19 @@ class AttentionCall:
             )
         return output
 
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys as their projections made them.
+
+        Of one fused output they are cut at once: each slice would have a gradient of its own, as wide as the output.
+        """
+        query, key = self.attention.query, self.attention.key
+        queries, keys = self._projected("query"), self._projected("key")
+        if queries is keys and query.rows != key.rows and not torch.compiler.is_compiling():
+            cut = apart(queries, query.rows, key.rows)
+            if cut is not None:
+                return cut
+        return query.of(queries), key.of(keys)
+
     def _present(self, tensor: Tensor | None, role: str) -> Tensor:
         if tensor is None:
             raise CollectionError(
@@ -160,8 +174,7 @@ class AttentionCall:
         if context is not x or pairs.mask is not None or pairs.context_mask is not None:
             options |= {"context": context, "context_mask": pairs.context_mask}
         if attention.inputs is None:
-            options["queries"] = attention.query.of(self._projected("query"))
-            options["keys"] = attention.key.of(self._projected("key"))
+            options["queries"], options["keys"] = self._sides()
         rotary = self._rotary()
         if tap.merged_heads:
             _refuse_masks_by_head(pairs.allowed)
@@ -194,8 +207,7 @@ class AttentionCall:
         if tap.merged_heads or not self._straight(pairs):
             return False
         mean, variance, both = tap.noise.mean, tap.noise.variance, site.component == "query_key"
-        queries = attention.query.of(self._projected("query"))
-        keys = attention.key.of(self._projected("key"))
+        queries, keys = self._sides()
         if (both and mean) or not _in_step(pairs, queries, keys):
             return False
         if not kernels.serves_scores(queries, keys, attention.heads):
@@ -306,7 +318,7 @@ class AttentionCall:
         if pairs.bias is not None or not self._straight(pairs):
             return False
         values = self._lowered("value", self._present(self.values, "value"))
-        queries, keys = attention.query.of(self._projected("query")), attention.key.of(self._projected("key"))
+        queries, keys = self._sides()
         if not _in_step(pairs, queries, keys, values):
             return False
         if not kernels.serves_attended(values, queries, keys, attention.heads):
@@ -416,6 +428,20 @@ class MergedRotation:
         """Rotate (batch, 1, 1, token, heads · width)."""
         by_head = torch.unflatten(merged.squeeze(2), -1, (self.heads, -1)).transpose(2, 3)
         return self.rotary(by_head).transpose(2, 3).flatten(3).unsqueeze(2)
+
+
+def apart(x: Tensor, first: object, second: object) -> tuple[Tensor, Tensor] | None:
+    """Two slices of the last axis that do not overlap, with one gradient; None if that is not what they are."""
+    if not isinstance(first, slice) or not isinstance(second, slice):
+        return None
+    ends = [rows.indices(x.shape[-1]) for rows in (first, second)]
+    (begin, end, _), (later_begin, later_end, _) = sorted(ends)
+    if end > later_begin or any(step != 1 for *_, step in ends):
+        return None
+    cuts = [0, begin, end, later_begin, later_end, x.shape[-1]]
+    pieces = torch.split(x, [after - before for before, after in pairwise(cuts)], -1)
+    found = pieces[1], pieces[3]
+    return found if ends[0][0] == begin else found[::-1]
 
 
 def _whole(projection: Projection) -> tuple[Tensor, Tensor | None]:
