@@ -10,6 +10,7 @@ lines of its experiment file. Nothing is concluded from fewer than five pairs.
 import argparse
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 
 from explicit_dropout.lab.config import Run
-from explicit_dropout.lab.experiment import load_experiments, module_of
+from explicit_dropout.lab.experiment import Question, load_experiments, module_of
 from explicit_dropout.lab.report import markdown, results_table
-from explicit_dropout.lab.report.answers import ENOUGH, answers, pairs
+from explicit_dropout.lab.report.answers import ENOUGH, Contrast, answers, contrasts, pairs
 from explicit_dropout.lab.report.formats import prose
 from explicit_dropout.lab.report.reading import Part, read
 from explicit_dropout.lab.report.tables import (
@@ -31,6 +32,7 @@ from explicit_dropout.lab.report.tables import (
     interval,
     measured,
     percent,
+    probability,
 )
 from explicit_dropout.lab.rows import BASELINE, named
 from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, Row, differences, edges
@@ -265,16 +267,60 @@ def share(configuration: Configuration) -> Estimate:
 
 
 def answered(analyses: Iterable[Analysis]) -> list[str]:
-    """Every question once, with what each experiment says to it."""
-    asked: dict[str, list[str]] = {}
+    """Every question once, with what each experiment says to it: in short, and comparison by comparison."""
+    asked: dict[str, list[tuple[Analysis, Question]]] = {}
     for analysis in analyses:
         for question in analysis.experiment.questions:
-            said = asked.setdefault(question.text, [])
-            said += [f"- {label(analysis)}: {sentence}" for sentence in answers(analysis, question)]
+            asked.setdefault(question.text, []).append((analysis, question))
     lines = ["## Answers", ""]
     for text, said in asked.items():
-        lines += [f"### {text}", "", *said, ""]
+        lines += [f"### {text}", ""]
+        if said[0][1].same_settings:
+            lines += [
+                f"- {label(analysis)}: {one}" for analysis, question in said for one in answers(analysis, question)
+            ]
+            lines += [""]
+            continue
+        found = {label(analysis): contrasts(analysis, question) for analysis, question in said}
+        lines += [*(f"- {name}: {in_short(compared)}" for name, compared in found.items()), ""]
+        rows = [cells(name, contrast) for name, compared in found.items() for contrast in compared]
+        if any(row["n"] for row in rows):
+            lines += [
+                "| experiment | row | against | points | 95 % | p (Holm) | n | |",
+                "|---|---|---|---:|---|---:|---:|---|",
+            ]
+            lines += ["| " + " | ".join(row.values()) + " |" for row in rows if row["n"]] + [""]
     return lines
+
+
+OUTCOMES = ("better", "worse", "no difference shown", "all differences alike", "not enough runs yet")
+
+
+def in_short(found: Sequence[Contrast]) -> str:
+    """Better in 3 of 10, no difference shown in 7 of 10."""
+    counts = Counter(contrast.outcome for contrast in found)
+    total = len(found)
+    if counts.keys() == {OUTCOMES[-1]} or total == 1:
+        return f"{found[0].outcome}."
+    if len(counts) == 1:
+        some, every = ("either of two", "both") if total == 2 else (f"any of {total}", f"all {total}")
+        return f"{found[0].outcome} in {some if found[0].outcome.startswith('no ') else every} comparisons."
+    return ", ".join(f"{outcome} in {counts[outcome]} of {total}" for outcome in OUTCOMES if counts[outcome]) + "."
+
+
+def cells(experiment: str, contrast: Contrast) -> dict[str, str]:
+    """A line of the table of comparisons; without an n where there are too few pairs."""
+    estimate, enough = contrast.pairs.estimate, contrast.pairs.n >= ENOUGH
+    return {
+        "experiment": experiment,
+        "row": f"`{contrast.first}`",
+        "against": f"`{contrast.second}`",
+        "points": percent(estimate.mean, signed=True) if enough else "",
+        "interval": interval(estimate, signed=True) if enough and contrast.p is not None else "",
+        "p": probability(contrast.p) if enough and contrast.p is not None else "",
+        "n": str(contrast.pairs.n) if enough else "",
+        "outcome": contrast.outcome + ("" if contrast.pairs.complete else ", provisional: runs are missing"),
+    }
 
 
 DIAGNOSED = ("row", "train_metric", "gap", "train_loss", "test_loss", "calibration_error", "n")

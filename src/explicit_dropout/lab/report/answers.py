@@ -27,16 +27,41 @@ class Pairs(NamedTuple):
     complete: bool
 
 
-def answers(analysis: Analysis, question: Question) -> Iterator[str]:
-    """A sentence for each comparison that has enough pairs, and one for all the others."""
+class Contrast(NamedTuple):
+    """What a question asks of two rows, as far as it can be answered: p is adjusted over all of its contrasts."""
+
+    first: str
+    second: str
+    pairs: Pairs
+    p: float | None
+
+    @property
+    def outcome(self) -> str:
+        """Better or worse only if that holds beside all comparisons of the question."""
+        if self.pairs.n < ENOUGH:
+            return "not enough runs yet"
+        if self.pairs.estimate.mean is None or self.p is None:
+            return "all differences alike"
+        if self.p >= 0.05:
+            return "no difference shown"
+        return "better" if self.pairs.estimate.mean > 0 else "worse"
+
+
+def contrasts(analysis: Analysis, question: Question) -> list[Contrast]:
+    """All comparisons of a question, in its order."""
     found = {(a, b): pairs(analysis, a, b, same_settings=question.same_settings) for a, b in question.contrasts}
     p_values = {f"{a} {b}": f.estimate.p for (a, b), f in found.items() if f.n >= ENOUGH and f.estimate.p is not None}
     adjusted = holm(p_values, family=len(question.contrasts))
-    for (a, b), pairing in found.items():
-        if pairing.n >= ENOUGH:
-            p = adjusted.get(f"{a} {b}")
-            yield same(a, b, pairing) if question.same_settings else verdict(a, b, pairing, p)
-    few = [pairing.n for pairing in found.values() if pairing.n < ENOUGH]
+    return [Contrast(a, b, pairing, adjusted.get(f"{a} {b}")) for (a, b), pairing in found.items()]
+
+
+def answers(analysis: Analysis, question: Question) -> Iterator[str]:
+    """A sentence for each comparison that has enough pairs, and one for all the others."""
+    found = contrasts(analysis, question)
+    for contrast in found:
+        if contrast.pairs.n >= ENOUGH:
+            yield same(contrast) if question.same_settings else verdict(contrast)
+    few = [contrast.pairs.n for contrast in found if contrast.pairs.n < ENOUGH]
     if few:
         n = f"{min(few)} to {max(few)}" if min(few) < max(few) else str(few[0])
         left = f" for {len(few)} of {len(found)} comparisons" if len(few) < len(found) else ""
@@ -64,26 +89,26 @@ def _twin(run: Run) -> Run:
     return replace(run, treatment=replace(run.treatment, attention="none"))
 
 
-def verdict(a: str, b: str, found: Pairs, p: float | None) -> str:
-    """Better or worse only if that holds beside all comparisons of the question."""
-    estimate = found.estimate
-    provisional = "" if found.complete else " Provisional: runs of these rows are missing."
-    if estimate.mean is None or p is None:
+def verdict(found: Contrast) -> str:
+    """The outcome with its numbers."""
+    (a, b), estimate, n = found[:2], found.pairs.estimate, found.pairs.n
+    provisional = "" if found.pairs.complete else " Provisional: runs of these rows are missing."
+    if found.p is None:
         mean = percent(estimate.mean, signed=True)
-        return f"all {found.n} differences of `{a}` to `{b}` are {mean} points.{provisional}"
-    said = f"{percent(estimate.mean, signed=True)} points, {interval(estimate, signed=True)}, n = {found.n}"
-    said += f", p (Holm) {probability(p)}"
-    if p < 0.05:
-        return f"`{a}` is {'better' if estimate.mean > 0 else 'worse'} than `{b}` ({said}).{provisional}"
+        return f"all {n} differences of `{a}` to `{b}` are {mean} points.{provisional}"
+    said = f"{percent(estimate.mean, signed=True)} points, {interval(estimate, signed=True)}, n = {n}"
+    said += f", p (Holm) {probability(found.p)}"
+    if found.outcome in ("better", "worse"):
+        return f"`{a}` is {found.outcome} than `{b}` ({said}).{provisional}"
     return f"no difference is shown between `{a}` and `{b}` ({said}).{provisional}"
 
 
-def same(a: str, b: str, found: Pairs) -> str:
+def same(found: Contrast) -> str:
     """Of two rows that should be one: how many runs came to the same number, and how far the others are apart."""
-    values = found.estimate.values
+    values = found.pairs.estimate.values
     equal = sum(value == 0 for value in values)
     return (
-        f"at the same λ, learning rate, seed and split {equal} of {len(values)} runs of `{a}` have the score of `{b}`; "
-        f"the others are at most {percent(max(map(abs, values)))} points apart, "
-        f"{percent(found.estimate.mean, signed=True)} in the mean over all (n = {found.n} seeds)."
+        f"at the same λ, learning rate, seed and split {equal} of {len(values)} runs of `{found.first}` have the score "
+        f"of `{found.second}`; the others are at most {percent(max(map(abs, values)))} points apart, "
+        f"{percent(found.pairs.estimate.mean, signed=True)} in the mean over all (n = {found.pairs.n} seeds)."
     )
