@@ -74,7 +74,7 @@ def source(name: str, root: Path) -> Source:
 CHOICES = ("recipe", "strength", "strength_gtzan")
 """Experiments that choose settings, by validation alone: their test numbers are not shown."""
 
-TABLES = ("table1", "table2", "table5", "table3", "table4", "rates", "label_noise", "noise")
+TABLES = ("table1", "table2", "table3", "table4", "table5", "rates", "label_noise", "noise")
 
 
 def page(root: Path) -> str:
@@ -90,8 +90,13 @@ def page(root: Path) -> str:
         "[Reports](report.md) says how the numbers are made: settings are chosen on validation data, ± is a standard "
         "deviation over n repetitions, differences are paired, intervals are Student's at 95 %, p-values are adjusted "
         "by Holm's method over the comparisons of a question or the rows of a table. Where a number is missing the "
-        "cell says so. Numbers of the paper stand in columns that say paper, and nowhere else. Penalties are means "
-        "over tokens, or sums over tokens where a row says token sums.",
+        "cell says so. Numbers of the paper stand in columns that say paper, and nowhere else.",
+        "",
+        "A row is what is done to attention + what is done to feed-forward layers: `none+none` has no regulariser, "
+        "`none+implicit` is `nn.Dropout` in feed-forward layers, `explicit_v+explicit` has the penalties of values and "
+        "of feed-forward layers; [the laboratory](laboratory.md#rows) has all names. Penalties are under the law "
+        "`paper` unless a row names another, means over tokens unless it says token sums. All rates are p = 0.2, in "
+        "penalties and masks, except where the rate is what is studied; none was chosen for a row.",
         "",
         *overview(sources.values()),
         *answered(analyses.values()),

@@ -360,3 +360,8 @@ def test_the_command_is_declared():
     module, _, name = scripts["explicit-dropout"].partition(":")
     assert getattr(__import__(module, fromlist=[name]), name) is main
     assert xd.__name__ == "explicit_dropout"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"explicit-dropout {xd.__version__}\n"

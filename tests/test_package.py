@@ -157,4 +157,5 @@ def test_the_numbers_of_the_readme_are_lines_of_a_result_file():
     files = [ROOT / "results" / "benchmarks" / f"{name}.md" for name in ("functional-cpu", "step-time-h200")]
     measured = [line for file in files for line in file.read_text().splitlines()]
     assert len(rows) > 5
-    assert set(rows) <= set(measured)
+    for row in rows:  # the last columns may be left out
+        assert any(line.startswith(row.removesuffix("|")) for line in measured), row

@@ -396,6 +396,26 @@ def test_a_model_without_sites_is_told_its_closest_modules():
         xd.ExplicitDropout(nn.Conv2d(1, 1, 1), NOISE, value=1.0)
 
 
+def test_a_model_whose_attention_lacks_its_number_of_heads_is_told_so():
+    attention = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("wq", "wk", "wv", "wo")})
+    said = r"'0\.wv' \(4 → 4\) and 1 more\. '0' has projections of attention, but no number of heads: set num_heads"
+    with pytest.raises(xd.UnmatchedModelError, match=said):
+        xd.ExplicitDropout(nn.Sequential(attention), NOISE, value=1.0)
+
+
+@pytest.mark.parametrize(
+    ("slip", "said"),
+    [
+        ("values", "`arguments` must be among query, .* Got 'values'; the closest is 'value'"),
+        ("layer", "the closest is 'layers'"),
+        ("drop_path", "not attached to models: call xd.functional.drop_path in your forward pass"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_what_may_be_meant(slip, said):
+    with pytest.raises(xd.InputError, match=said):
+        xd.ExplicitDropout(nn.TransformerEncoderLayer(8, 2), NOISE, **{slip: 1e-3})
+
+
 def test_a_component_that_the_model_lacks_is_named_with_what_there_is():
     class Mlp(nn.Module):
         def __init__(self):

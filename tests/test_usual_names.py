@@ -1,6 +1,7 @@
 """Modules of one's own under the usual names: what gives away that they are not what their names say."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import explicit_dropout as xd
 from explicit_dropout import sites
+from explicit_dropout.adapters import generic
 from explicit_dropout.testing import check_rule
 
 SCORES = ("query", "key", "query_key")
@@ -330,3 +332,11 @@ def test_a_sequence_that_a_rule_speaks_of_is_counted_once(monkeypatch):
 
     monkeypatch.setitem(sites._RULES, Block, rule)
     assert networks(nn.Sequential(Block(sequence()))) == ["0.mlp.2"]
+
+
+def test_the_page_for_new_families_lists_the_usual_names():
+    page = (Path(__file__).parents[1] / "docs" / "add-a-model-family.md").read_text()
+    for names in (*generic.SEPARATE, *generic.FEED_FORWARD):
+        assert " ".join(f"`{name}`" for name in names) in page
+    for name in (*generic.FUSED, *generic.OUTPUT, *generic.HEADS, *generic.KEY_HEADS):
+        assert f"`{name}`" in page

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from explicit_dropout import functional
+from explicit_dropout.adapters import generic
 from explicit_dropout.errors import CollectionError, InputError, UnmatchedModelError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
 from explicit_dropout.hooks.calls import around
 from explicit_dropout.hooks.collector import Collector
 from explicit_dropout.hooks.taps import projection_of
 from explicit_dropout.noise import Noise
-from explicit_dropout.sites import Attention, Component, Layer, Site, sites_of
+from explicit_dropout.sites import COMPONENTS, Attention, Component, Layer, Site, sites_of
 from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
 
 SCORES = ("query", "key", "query_key")
+
+
+def refuse_unknown(given: Iterable[str]) -> None:
+    """Arguments that ExplicitDropout does not have: slips of the pen, or forms that are not attached to models."""
+    for name in given:
+        if name in functional.__all__:
+            what = f"{name!r}, which is not attached to models: call xd.functional.{name} in your forward pass"
+            raise InputError("strengths", f"those of {', '.join(COMPONENTS)}", what)
+        known = [*COMPONENTS, "reduction", "layers", "reading", "padding", "disable_dropout", "require_all"]
+        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        raise InputError("arguments", f"among {', '.join(known)}", f"{name!r}; the closest is {closest!r}")
 
 
 def chosen_layers(layers: int | Iterable[int] | None, number: int) -> set[int]:
@@ -96,10 +110,9 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
             )
         if attention.rotary is not None and noise.variance:
             raise UnsupportedSiteError(
-                f"{site.name}: rotary embeddings turn queries and keys before the scores, and the incoherent part of "
-                f"{noise} then depends on the distance of tokens. Use paper(p) here, for this component alone by "
-                f"noise={{{site.component!r}: paper(p), …}}, or value, attended_value and feed_forward, exact under "
-                "every law."
+                f"{site.name}: rotary embeddings turn queries and keys before the scores, and what a variance adds "
+                "then depends on the distance of tokens. Use a law without one here, such as paper(p), which may "
+                "be for scores alone (noise={'query': paper(p), …}), or leave scores out."
             )
         if reading == "paper" and attention.key_heads not in (None, attention.heads):
             raise UnsupportedSiteError(
@@ -201,9 +214,13 @@ def unmatched(model: nn.Module) -> UnmatchedModelError:
     modules = list(model.named_modules())
     linear = [(path, m) for path, m in modules if isinstance(m, nn.Linear)]
     closest = ", ".join(f"{path!r} ({m.in_features} → {m.out_features})" for path, m in linear[:3])
+    rest = f" and {len(linear) - 3} more" if len(linear) > 3 else ""
+    headless = [path or "the model" for path, module in modules if generic.lacks_heads(module)]
+    hint = f"{headless[0]!r} has projections of attention, but no number of heads: set num_heads. " if headless else ""
     return UnmatchedModelError(
         f"no attention or feed-forward site was found in {type(model).__name__}. Looked at {len(modules)} modules; "
-        + (f"linear layers that no rule claims: {closest}. " if linear else "none of them is a linear layer. ")
+        + (f"linear layers that no rule claims: {closest}{rest}. " if linear else "none of them is a linear layer. ")
+        + hint
         + "Tell the library what they are:  @xd.register_rule(YourModule)   (docs: Add a model family)"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from explicit_dropout.refusals import (
     refuse_replaced,
     refuse_second,
     refuse_sharded,
+    refuse_unknown,
     silent_sites,
     unmatched,
 )
@@ -84,7 +85,9 @@ class ExplicitDropout:
         padding: Padding = "auto",
         disable_dropout: bool = True,
         require_all: bool = True,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(unknown)
         given = (query, key, query_key, value, attended_value, feed_forward)
         strengths = {c: s for c, s in zip(COMPONENTS, given, strict=True) if s is not None}
         if not isinstance(model, nn.Module):

@@ -122,6 +122,12 @@ def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
     return Attention(module, *projections, **settings)
 
 
+def lacks_heads(module: nn.Module) -> bool:
+    """Whether a module would be taken for attention if it said how many heads it has."""
+    fused = any(is_linear(nested(module, name)) for name in FUSED)
+    return number_of_heads(module) is None and (fused or separate_projections(module) is not None)
+
+
 def shared(module: nn.Module, projections: tuple[Projection, Projection, Projection]) -> dict[str, str]:
     """What cannot be told where one layer is called for two of query, key and value: its calls look the same."""
     query, key, value = ((part.module, part.weight, part.rows) for part in projections)

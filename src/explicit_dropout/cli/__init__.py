@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from explicit_dropout import __version__
 from explicit_dropout.errors import ExplicitDropoutError
 
 AGREES, DISAGREES, BAD_INPUT, STOPPED = 0, 1, 2, 130
@@ -42,8 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "report": report,
     }
     tolerate_any_character()
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given == ["--version"]:
+        print(f"explicit-dropout {__version__}")
+        return AGREES
     try:
-        return words.read(commands, sys.argv[1:] if arguments is None else arguments, _DESCRIPTION)()
+        return words.read(commands, given, _DESCRIPTION)()
     except ExplicitDropoutError as error:
         complain(str(error))
         return BAD_INPUT

@@ -21,7 +21,7 @@ FINE, FAILED = 0, 1
 
 
 def data(
-    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="NAME")] = None,
+    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[NAME]")] = None,
     /,
     download: bool = False,
     check: bool = False,

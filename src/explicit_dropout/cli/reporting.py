@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 from rich.markup import escape
 
-from explicit_dropout.cli.output import console, fitted
+from explicit_dropout.cli.output import console, fitted, plural
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.experiment import Experiment, load_experiments
 from explicit_dropout.lab.report import Report, build, console_table, results_table, write_report
@@ -79,7 +79,8 @@ def show(made: Report) -> None:
     for problem in made.problems:
         out.print(f"[bold yellow]{escape(problem)}[/]")
     if made.others:
-        out.print(f"[dim]The store has {made.others} more runs that belong to none of these experiments.[/]")
+        belong = "belongs" if made.others == 1 else "belong"
+        out.print(f"[dim]{plural(made.others, 'more run')} of the store {belong} to none of these experiments.[/]")
 
 
 def _serve(place: Store, listed: list[tuple[Experiment, str | None]], port: int) -> int:

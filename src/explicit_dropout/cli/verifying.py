@@ -98,7 +98,10 @@ def verify(
     for option, given in (("--samples", samples), ("--batch", batch), ("--tokens", tokens)):
         if given < (least := FEWEST if option == "--samples" else 1):
             raise InputError(option, f"at least {least}", given)
-    law = LAWS[noise](rate)
+    try:
+        law = LAWS[noise](rate)
+    except InputError as error:  # by the name that the option has here
+        raise InputError("--rate", error.expected, rate) from None
     example = load(model, set, batch=batch, tokens=tokens, seed=seed)
     inputs, keywords = example.call()
     places = sites_by_layer(example.model)

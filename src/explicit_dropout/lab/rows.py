@@ -95,8 +95,7 @@ def paper_questions(**settings: Any) -> tuple[Question, ...]:
             tuple((row, "none+none") for row in (BASELINE, "drop_key+implicit")),
         ),
         Question(
-            "Are the rows of queries and keys the same under `paper`? By the algebra they are without biases (Table "
-            "3's model has none), and only nearly so with them.",
+            "Are the rows of queries and keys the same under `paper`? By the algebra they are, but for biases.",
             ((explicit["explicit_q+explicit"], explicit["explicit_k+explicit"]),),
             same_settings=True,
         ),

@@ -132,7 +132,8 @@ def _title(setting: Run) -> str:
     said = [data.name + (f" ({data.folder})" if data.folder else "")]
     said += [f"{data.examples} training examples"] if data.examples else []
     said += [f"label noise {data.label_noise:g}"] if data.label_noise else []
-    said += [f"{model.layers} layers of width {model.width}", f"{training.epochs} epochs"]
+    said += [f"{model.layers} {'layer' if model.layers == 1 else 'layers'} of width {model.width}"]
+    said += [f"{training.epochs} {'epoch' if training.epochs == 1 else 'epochs'}"]
     return ", ".join(said)
 
 
