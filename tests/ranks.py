@@ -200,6 +200,23 @@ def fsdp_several_forward_passes(rank):
 
 
 @case
+def fsdp_unequal_shares_have_the_gradients_of_ddp(rank):
+    noise, share = xd.inverted(0.2), torch.randn(2, (6, 2)[rank], 8, generator=torch.Generator().manual_seed(rank))
+
+    def gradients(model, reg):
+        (model(share).square().mean() + reg()).backward()
+        grads = {name.removeprefix("module."): parameter.grad for name, parameter in model.named_parameters()}
+        return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+
+    model, other = Model(), Model()
+    reg = xd.ExplicitDropout(model, noise, **LINEAR)
+    expected = gradients(DistributedDataParallel(model), reg)
+    reg = xd.ExplicitDropout(sharded(other, True), noise, **LINEAR)
+    for name, gradient in gradients(other, reg).items():
+        assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@case
 def fsdp_accumulated_without_reduction(rank):
     noise = xd.bernoulli(0.2)
     model = Model()

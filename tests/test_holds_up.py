@@ -705,3 +705,56 @@ def test_queries_that_the_model_changes_in_place_are_refused():
     xd.ExplicitDropout(model, xd.bernoulli(0.2), query=1.0)
     with pytest.raises(xd.UnsupportedSiteError, match="in place"):
         model(torch.randn(2, 5, 8))
+
+
+class Outer(nn.Module):
+    """A model of one's own around the one that is regularised."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+def two_layers():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("around", [nn.Identity, Outer])
+def test_all_forward_passes_count_whatever_is_compiled_around_the_model(around):
+    """Of equal shapes, so that the same compiled code runs for each."""
+    xs = [scale * torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(scale)) for scale in (1, 2, 3)]
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = two_layers()
+        reg = xd.ExplicitDropout(model, xd.bernoulli(0.2), value=0.5, feed_forward=0.5)
+        whole = model if around is nn.Identity else around(model)
+        run = torch.compile(whole, backend="aot_eager") if compiled else whole
+        for _ in range(2):
+            model.zero_grad()
+            for x in xs:
+                run(x)
+            penalty = reg()
+            penalty.backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        found.append((penalty.detach(), gradients))
+    assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_and_an_eager_pass_are_one_batch():
+    """They leave their terms in other orders."""
+    x, y = (torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    penalties = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = two_layers()
+        reg = xd.ExplicitDropout(model, xd.bernoulli(0.2), value=0.5, feed_forward=0.5)
+        (torch.compile(model, backend="aot_eager") if compiled else model)(x)
+        model(y)
+        penalties.append(reg().detach())
+    assert_close(*penalties)

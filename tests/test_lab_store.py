@@ -1,5 +1,6 @@
 """The store: what is written is whole, what is found is checked, and a folder has one owner at a time."""
 
+import errno
 import json
 import os
 import resource
@@ -372,3 +373,22 @@ def test_a_full_disk_is_an_error_and_leaves_every_old_file(tmp_path):
     """On a real file system of 64 KiB."""
     ran = on_small_disk(tmp_path, "64k", [sys.executable, "-c", FULL, str(tmp_path)])
     assert ran.stdout == "survived\n", ran.stderr
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_given_up(tmp_path, monkeypatch):
+    folder = Store(tmp_path).folder(Run(training=Training(epochs=9)))
+
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with folder.lock():
+        folder.write_config()
+        for epoch in (1, 2):
+            folder.append_metrics({"epoch": epoch})
+        folder.save_checkpoint({"epoch": 2})
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "load", stale)
+            with pytest.raises(OSError, match="Stale"):
+                folder.load_checkpoint()
+        assert folder.load_checkpoint() == {"epoch": 2}
+        assert len(folder.metrics()) == 2

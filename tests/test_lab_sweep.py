@@ -326,6 +326,7 @@ BAD = {
     (FILE, "--workers=-1"): "`workers` must be 0",
     (FILE, "--minutes=0"): "`minutes` must be above 0",
     (FILE, "--minutes=nan"): "`minutes` must be above 0",
+    (FILE, "--minutes=inf"): "`minutes` must be above 0 and at most",
     (FILE, "--address", "auto"): "with the engine ray only",
     (FILE, "--slurm", "partition"): "key=value,key=value",
     (FILE, "--device", "abacus"): "auto, cpu, cuda or cuda:N",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import explicit_dropout as xd
 
@@ -130,3 +131,35 @@ def test_longformer_is_masked_sample_by_sample_although_its_projections_see_toke
     handle.remove()
     expected = 0.5 * 0.2**2 * seen[0].transpose(0, 1)[real].square().sum(-1).mean()
     torch.testing.assert_close(found, expected)
+
+
+class Added(nn.Module):
+    """Attention that adds its attention_mask, (batch, token), to the scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 2
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        scores = q @ k.mT / 2
+        scores = scores if attention_mask is None else scores + attention_mask[:, None, None]
+        return self.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_of_tokens_that_is_added_hides_what_is_far_below_zero():
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"attention": Added()}), torch.randn(2, 5, 8)
+    model.forward = lambda x, attention_mask=None: model["attention"](x, attention_mask)
+    reg = xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0)
+
+    def penalty(mask):
+        model(x, attention_mask=mask)
+        return reg().detach()
+
+    padded = torch.zeros(2, 5)
+    padded[0, 3:] = torch.finfo(torch.float32).min
+    assert_close(penalty(torch.zeros(2, 5)), penalty(None))
+    assert_close(penalty(padded), penalty((padded == 0).float()))
+    assert_close(penalty(padded), penalty(padded == 0))

@@ -624,3 +624,47 @@ def test_nothing_of_a_forward_pass_is_kept_once_its_loss_is_gone(noise):
     gc.collect()
     assert not any(output() is not None for output in made)
     assert reg.terms()
+
+
+def test_forward_passes_that_make_a_penalty_in_different_ways_are_one_batch():
+    """With padding the plain form makes one term of the penalty, without it kernels make two."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = BertModel(config).train()
+    reg = xd.ExplicitDropout(model, xd.bernoulli(0.3), attended_value=1.0)
+    tokens, padded = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.long)
+    padded[0, 4:] = 0
+    calls = {"input_ids": tokens, "attention_mask": padded}, {"input_ids": torch.arange(18).reshape(3, 6) + 12}
+    alone = []
+    for call in calls:
+        model(**call)
+        alone.append(reg())
+    for call in calls:
+        model(**call)
+    assert_close(reg(), (10 * alone[0] + 18 * alone[1]) / 28)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_model_that_is_checkpointed_as_a_whole_leaves_nothing_for_the_next_step(early_stop):
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    reg = xd.ExplicitDropout(model, xd.bernoulli(0.2), value=1.0, feed_forward=1.0)
+    batches = [scale * torch.randn(2, 5, 8) for scale in (1, 3, 1)]
+    expected, found = [], []
+    for x in batches:
+        model(x)
+        expected.append(reg().detach())
+    for x in batches:
+        with set_checkpoint_early_stop(early_stop):
+            output = checkpoint(model, x, use_reentrant=False)
+            penalty = reg()
+            (output.sum() + penalty).backward()
+        found.append(penalty.detach())
+    assert_close(found, expected)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import explicit_dropout as xd
 from explicit_dropout import kernels, perturbation, sites
@@ -374,3 +375,60 @@ def test_one_mask_without_variance_is_measured_exactly(monkeypatch, model, x):
     assert drawn.samples == 1
     assert drawn.standard_error == 0
     torch.testing.assert_close(drawn.mean.float(), xd.functional.value(x, weight, xd.paper(0.3)).detach())
+
+
+class TokensFirst(nn.Module):
+    def __init__(self, *, tokens_first):
+        super().__init__()
+        self.tokens_first = tokens_first
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        parts = [layer(x) for layer in (self.a, self.b, self.c)]
+        parts = [part.transpose(0, 1) for part in parts] if self.tokens_first else parts
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.d(attended.transpose(0, 1) if self.tokens_first else attended)
+
+
+@xd.register_rule(TokensFirst)
+def _tokens_first(module):
+    parts = [xd.Projection(layer) for layer in (module.a, module.b, module.c)]
+    return xd.Attention(
+        module, *parts, output=module.d, heads=2, weights="compute", batch_first=not module.tokens_first
+    )
+
+
+@pytest.mark.parametrize("noise", [xd.paper(0.2), xd.bernoulli(0.2)])
+@pytest.mark.parametrize("component", ["query", "key", "query_key", "value", "attended_value"])
+def test_attention_with_tokens_in_front_has_the_penalty_of_the_same_with_samples_in_front(component, noise):
+    torch.manual_seed(0)
+    usual, turned = TokensFirst(tokens_first=False), TokensFirst(tokens_first=True)
+    turned.load_state_dict(usual.state_dict())
+    x = torch.randn(3, 5, 8)
+    penalties = []
+    for model, given in ((usual, x), (turned, x.transpose(0, 1))):
+        with xd.ExplicitDropout(model, noise, **{component: 1.0}) as reg:
+            model(given)
+            penalties.append(reg().detach())
+    assert_close(*penalties)
+
+
+def test_a_rule_for_attention_with_tokens_in_front_is_proved():
+    torch.manual_seed(0)
+    assert len(check_rule(TokensFirst(tokens_first=True), torch.randn(5, 3, 8), compile=False).sites) == 5
+
+
+@pytest.mark.parametrize("rows", [slice(0, None, 3), slice(-4, None), slice(0, -1)])
+def test_rows_that_are_no_plain_slice_are_refused(rows):
+    with pytest.raises(xd.InputError, match="`rows` must be a slice from the front without a step"):
+        xd.Projection(nn.Linear(4, 12), rows)
+
+
+def test_indices_are_brought_to_a_device_once():
+    projection, outputs = xd.Projection(nn.Linear(4, 6), (5, 1, 3)), torch.randn(2, 6)
+    assert torch.equal(projection.of(outputs), outputs[:, [5, 1, 3]])
+    with torch.inference_mode():
+        kept = projection._index((5, 1, 3), outputs)
+    assert projection._index((5, 1, 3), outputs) is kept
+    projection.of(torch.randn(2, 6, requires_grad=True)).sum().backward()

@@ -166,14 +166,17 @@ class AttentionAgain:
             if projection.called:
                 if projection.module not in call.inputs:
                     raise ExplicitDropoutError(f"its {role} projection was not called")
-                self.x[role] = call.inputs[projection.module]
+                self.x[role] = self.turned(call.inputs[projection.module])
             else:
                 if attention.inputs is None:
                     raise ExplicitDropoutError(f"its {role} projection is not called, and no `inputs` say what it sees")
-                x = call.arguments[attention.inputs[number]]
-                self.x[role] = x if attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
+                self.x[role] = self.turned(call.arguments[attention.inputs[number]])
         self.roles = roles
         self.pairs: Pairs = attention.pairs(attention, call.arguments, self.x["query"], self.x["key"])
+
+    def turned(self, x: Tensor) -> Tensor:
+        """A tensor of the call with its samples in front of its tokens; of such a one, as the call has it."""
+        return x if self.attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
 
     def heads(self, role: str) -> int:
         return self.attention.heads if role == "query" else self.attention.key_heads or self.attention.heads
@@ -235,11 +238,11 @@ class AttentionAgain:
 
         def replace(part: Projection, new: Tensor, module: nn.Module, args: Any, output: Tensor) -> Tensor:
             del module, args
-            return _put(part, output, new)
+            return _put(part, output, self.turned(new))
 
         def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
             del module
-            seen.append(args[0])
+            seen.append(self.turned(args[0]))
 
         with ExitStack() as stack, torch.no_grad():
             for role, new in outputs.items():
@@ -249,10 +252,10 @@ class AttentionAgain:
                 stack.enter_context(_removed(attention.output.register_forward_pre_hook(keep)))
             result = attention.module(*self.call.args, **self.call.kwargs)
         if attention.output is None:
-            return cast("Tensor", result[0] if isinstance(result, tuple) else result)
+            return self.turned(cast("Tensor", result[0] if isinstance(result, tuple) else result))
         if not seen:
             raise ExplicitDropoutError("its output projection was not called")
-        return cast("Tensor", seen[-1])
+        return seen[-1]
 
     def weights(self, **outputs: Tensor) -> Tensor | None:
         """The real A, (*batch, heads, token, context), read by attending to unit vectors; None where that is no way."""

@@ -224,30 +224,30 @@ class ExplicitDropout:
         step, self.calls = self.calls, self.calls + 1
         strengths = {name: self._schedules[name].at(step) for name in fired}
         shares: list[Share] = []
-        for firing in _firings(forwards):
-            shares += self._shares(firing, strengths[firing[0].site])
+        for terms, counted in _firings(forwards, self.reduction):
+            shares += self._shares(terms, counted, strengths[terms[0].site])
         return self._total.of(shares)
 
-    def _shares(self, firing: list[Term], strength: float) -> list[Share]:
-        """What one firing of a site adds, over all forward passes as one batch."""
-        name = firing[0].site
-        counted = sum([term.tokens if self.reduction == "token" else term.samples for term in firing])
+    def _shares(self, terms: list[Term], counted: int | Tensor, strength: float) -> list[Share]:
+        """What one firing of a site adds, over all forward passes as one batch of so many tokens or samples."""
+        name = terms[0].site
         shares: list[Share] = []
-        later: list[Tensor] = []
-        for term in firing:
+        later: list[Term] = []
+        for term in terms:
             if term.penalty is not None:
                 shares.append(Share(name, strength, term.factor, counted, term.penalty))
             elif term.columns is not None and term.norms is not None:
                 shares.append(Share(name, strength, term.factor, counted, term.columns, term.norms))
             elif term.columns is not None:
-                later.append(term.columns)
+                later.append(term)
         if later:
-            weight, factor = self._weight(name), firing[0].factor
+            weight, factor = self._weight(name), later[0].factor
+            columns = [term.columns for term in later if term.columns is not None]
             if is_sharded(weight):
-                shares.append(Share(name, strength, factor, counted, sharded_energy(later, weight)))
+                shares.append(Share(name, strength, factor, 1, sharded_energy(columns, weight, counted)))
             else:
                 known = (None, weight) if kernels.serves(weight) else (column_norms(weight), None)
-                shares += [Share(name, strength, factor, counted, columns, *known) for columns in later]
+                shares += [Share(name, strength, factor, counted, part, *known) for part in columns]
         return shares
 
     def _weight(self, name: str) -> Tensor:
@@ -310,17 +310,29 @@ class ExplicitDropout:
         return self.summary()
 
 
-def _firings(forwards: list[list[Term]]) -> Iterable[list[Term]]:
-    """The terms of all forward passes, those of the same firing of a site together."""
+def _firings(
+    forwards: list[list[Term]], reduction: Literal["token", "sample"]
+) -> Iterable[tuple[list[Term], int | Tensor]]:
+    """The terms of all forward passes, those of the same firing of a site together, and what they are a mean over.
+
+    Passes may have made a penalty in different ways, of one term or of several: a firing counts where its first is.
+    """
     if len(forwards) == 1:
-        return [[term] for term in forwards[0]]
+        return [([term], _counted(term, reduction)) for term in forwards[0]]
     firings: dict[tuple[str, int], list[Term]] = {}
     for forward in forwards:
-        seen: dict[str, int] = {}
+        seen: dict[tuple[str, int], int] = {}
         for term in forward:
-            number = seen[term.site] = seen.get(term.site, -1) + 1
-            firings.setdefault((term.site, number), []).append(term)
-    return firings.values()
+            kind = term.site, term.piece
+            seen[kind] = seen.get(kind, -1) + 1
+            firings.setdefault((term.site, seen[kind]), []).append(term)
+    return [
+        (terms, sum([_counted(term, reduction) for term in terms if term.piece == 0])) for terms in firings.values()
+    ]
+
+
+def _counted(term: Term, reduction: Literal["token", "sample"]) -> int | Tensor:
+    return term.tokens if reduction == "token" else term.samples
 
 
 def _heads(site: Site) -> str:

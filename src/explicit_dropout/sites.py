@@ -44,7 +44,7 @@ class Projection:
 
     Args:
         module: what holds the parameters; where it is called, a hook on it sees x and the output.
-        rows: which outputs belong to it; None for all.
+        rows: which outputs belong to it: a slice from the front without a step, or indices; None for all.
         weight, bias: the names of the parameters in the module, dotted if need be.
         bias_rows: which elements of the bias belong to it, where that differs from `rows`.
         transposed: True where the weight is stored (in, out), as in the Conv1D of GPT-2.
@@ -58,6 +58,12 @@ class Projection:
     bias_rows: slice | Literal["as rows"] | None = "as rows"
     transposed: bool = False
     called: bool = True
+    _indices: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        if isinstance(rows, slice) and (rows.step not in (None, 1) or min(rows.start or 0, rows.stop or 0) < 0):
+            raise InputError("rows", "a slice from the front without a step, a tuple of indices, or None", rows)
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
         """W (out, in) and b, as they act now: adapters such as LoRA included."""
@@ -85,7 +91,17 @@ class Projection:
             return tensor
         if isinstance(self.rows, slice):
             return tensor.narrow(dim, self.rows.start or 0, _length(self.rows, tensor.shape[dim]))
-        return tensor.index_select(dim, torch.tensor(self.rows, device=tensor.device))
+        return tensor.index_select(dim, self._index(self.rows, tensor))
+
+    def _index(self, rows: tuple[int, ...], tensor: Tensor) -> Tensor:
+        """The indices on the device of a tensor, kept there: bringing them would make a GPU wait."""
+        if torch.compiler.is_compiling() or type(tensor) not in (Tensor, nn.Parameter):
+            return torch.tensor(rows, device=tensor.device)
+        found = self._indices.get(tensor.device)
+        if found is None:
+            with torch.inference_mode(False):
+                found = self._indices[tensor.device] = torch.tensor(rows, device=tensor.device)
+        return found
 
     @property
     def shape(self) -> tuple[int, int]:

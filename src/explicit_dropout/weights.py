@@ -66,9 +66,13 @@ def column_norms(weight: Tensor) -> Tensor:
     return kernels.plain.columns(weight) if torch.compiler.is_compiling() else kernels.columns(weight)
 
 
-def sharded_energy(parts: list[Tensor], weight: Any) -> Tensor:
-    """Σ_j s_j ‖W_:j‖² for a weight that is spread over ranks: its gradient comes from the columns of all of them."""
-    columns = torch.stack([part.sum(0) if part.ndim > 1 else part for part in parts]).sum(0)
+def sharded_energy(parts: list[Tensor], weight: Any, counted: int | Tensor) -> Tensor:
+    """Σ_j s_j ‖W_:j‖² / counted for a weight that is spread over ranks, each of which counts its own tokens.
+
+    The gradient of the weight comes from the columns of all of them, as means over what each has counted.
+    """
+    divisor = counted.clamp(min=1) if isinstance(counted, Tensor) else counted or 1
+    columns = torch.stack([part.sum(0) if part.ndim > 1 else part for part in parts]).sum(0) / divisor
     norms = wide(weight).square().sum(0).full_tensor().to(columns.dtype)  # type: ignore[attr-defined]
     fixed = norms.detach()
     energy: Tensor = (columns * fixed + mean_over_ranks(columns, weight) * (norms - fixed)).sum()

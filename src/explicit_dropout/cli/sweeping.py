@@ -25,6 +25,7 @@ from explicit_dropout.lab.engines import Options, choose
 from explicit_dropout.lab.experiment import load_experiments
 from explicit_dropout.lab.store import Store
 
+MOST_MINUTES = 10**6
 _ALL = "(default: all)"
 _OWN = "(default: the engine's choice)"
 _UNTIL = "(default: until all are finished)"
@@ -78,8 +79,8 @@ def sweep(
     )  # workers may start elsewhere
     if engine in ("local", "vectorised"):  # other engines run on other machines
         estimate.device_name(execution)
-    if minutes is not None and not minutes > 0:
-        raise InputError("minutes", "above 0", minutes)
+    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+        raise InputError("minutes", f"above 0 and at most {MOST_MINUTES}", minutes)
     how = choose(engine, Options(workers, address, _pairs(slurm)))
     experiments = load_experiments(experiment)
     chosen = sweeps.select(experiments, only, _numbers(seeds))
@@ -117,8 +118,8 @@ def _at_most(minutes: float | None) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 60 * minutes, 30)  # again later: where it comes, errors may be ignored
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

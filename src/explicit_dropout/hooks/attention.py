@@ -39,9 +39,9 @@ class AttendedHook:
         if self.tap.noise.variance:
             return None
         call = AttentionCall(self.tap, self.attention, None)
-        passed = self.tap.penalise(self.site, call.attended_passing, self.site, attended)
+        passed = self.tap.penalise(self.site, call.attended_passing, self.site, call.by_sample(attended))
         self.tap.observed().done.add(self.site.name)
-        return with_input(passed, args, kwargs)
+        return with_input(call.by_sample(passed), args, kwargs)
 
 
 class SquaresHook:
@@ -56,7 +56,7 @@ class SquaresHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tap, attention = self.tap, self.attention
-        if attention.cross or not tap.watching(module):
+        if attention.cross or not attention.batch_first or not tap.watching(module):
             return None
         x = only_input(tap.path, args, kwargs)
         lower = kernels.lowered(x) if self.plain else None
@@ -107,9 +107,13 @@ class AttentionCall:
         """What the query, key or value projection is given, (*batch, token, width)."""
         attention = self.attention
         if attention.inputs is None:
-            return self.seen.get(role)
-        x = cast("Tensor", self.call[attention.inputs[("query", "key", "value").index(role)]])
-        return x if attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
+            seen = self.seen.get(role)
+            return None if seen is None else self.by_sample(seen)
+        return self.by_sample(cast("Tensor", self.call[attention.inputs[("query", "key", "value").index(role)]]))
+
+    def by_sample(self, x: Tensor) -> Tensor:
+        """A tensor of the call with its samples in front of its tokens; of such a one, as the call has it."""
+        return x if self.attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
 
     def _projected(self, role: str) -> Tensor:
         """What the query or key projection has made, as it made it."""
@@ -119,7 +123,7 @@ class AttentionCall:
                 f"the model changes the output of its {role} projection in place, so what the projection made is lost. "
                 "Let it write a new tensor instead, or use value or feed_forward here"
             )
-        return output
+        return self.by_sample(output)
 
     def _sides(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as their projections made them.
@@ -199,6 +203,7 @@ class AttentionCall:
         """Whether every query meets every key (up to causal order), both just as their projections made them."""
         attention = self.attention
         alike = attention.inputs is None and attention.rotary is None and not attention.key_heads
+        alike = alike and attention.batch_first
         return alike and pairs.mask is None and pairs.context_mask is None and pairs.allowed is None
 
     def _scores_by_kernel(self, site: Site, pairs: Pairs) -> bool:
@@ -224,9 +229,9 @@ class AttentionCall:
             key_bias = _gathered(attention.key.offset()) if site.component == "key" else None
             energies = kernels.scores(queries, keys, query_bias, key_bias, attention.heads, pairs.causal)
             parts.append((mean**2, energies))
-        for factor, energies in parts:
+        for piece, (factor, energies) in enumerate(parts):
             scaled = 0.5 * factor * attention.score_scale**2
-            tap.add(site, energies, None, self._present(self.x, "query"), None, scaled)
+            tap.add(site, energies, None, self._present(self.x, "query"), None, scaled, piece=piece)
         return True
 
     def _spreads(
@@ -340,7 +345,7 @@ class AttentionCall:
         return self.tap.padding(rows), self.tap.padding(values, "context" if self.attention.cross else None)
 
     def attended_passing(self, site: Site, attended: Tensor) -> Tensor:
-        """½ μ² ‖A V̂‖², taken from A V on its way to the output projection, which it goes on to."""
+        """½ μ² ‖A V̂‖², taken from A V, samples first, on its way to the output projection, which it goes on to."""
         attention, tap = self.attention, self.tap
         mask, _ = self._row_masks(attended, self._present(self.values, "value"))
         bias = _gathered(attention.value.offset())
@@ -351,16 +356,16 @@ class AttentionCall:
             passed, energies = kernels.passing(attended, bias=bias, mask=mask)
         else:
             passed, energies = attended, kernels.plain.energies(attended, bias, mask)
-        tap.add(site, energies, None, attended, mask, tap.coherence)
+        tap.add(site, energies, None, attended, mask, tap.coherence, piece=tap.coherent_piece)
         return passed
 
     def _attended(self) -> Tensor | None:
         """A V, heads side by side, bias included; None where it has to be computed from A."""
         if self.attention.output is not None:
-            return self._present(self.seen.get("attended"), "output")
+            return self.by_sample(self._present(self.seen.get("attended"), "output"))
         if self.attention.inputs is not None:
             return None
-        output = cast("Tensor", self.output[0] if isinstance(self.output, tuple) else self.output)
+        output = self.by_sample(cast("Tensor", self.output[0] if isinstance(self.output, tuple) else self.output))
         return output.clone()  # the model may go on to change its own in place
 
     def _weights(self) -> Tensor:

@@ -45,7 +45,8 @@ class Term:
     times Σ_j columns_j ‖W_:j‖². Columns are (part, column) or summed over parts, and so are the norms where they are
     given. A weight that is sharded over ranks has its norms taken when the regulariser is called.
 
-    samples: as the layer has them, 0 where it has tokens alone. holders: the models that know better."""
+    samples: as the layer has them, 0 where it has tokens alone. holders: the models that know better.
+    piece: which term of its firing it is; 0 is the one that every firing leaves, whatever way its penalty was made."""
 
     site: str
     penalty: Tensor | None
@@ -55,6 +56,7 @@ class Term:
     holders: tuple[str, ...]
     factor: float = 1.0
     norms: Tensor | None = None
+    piece: int = 0
 
     def count(self, given: Samples) -> None:
         """The samples that models were given, unless the layer cannot be working on parts of them.
@@ -113,7 +115,7 @@ class Slot:
         self.open = False
         self.opened_compiled = False
         self.pending = EMPTY
-        self.complete = EMPTY
+        self.complete = Chain(None, None)  # of its own: the compiler takes two names of one object for one
         self.waiting = 0
         self.padding: Padding | None = None
         self.samples: Samples = {}
@@ -134,7 +136,7 @@ class Slot:
             for term in terms:
                 term.count(samples)
             forwards.append(terms)
-        self.complete, self.waiting = EMPTY, 0
+        self.complete, self.waiting = Chain(None, None), 0
         return forwards
 
 
@@ -265,6 +267,8 @@ def real_tokens(mask: object, *, alone: bool = False) -> Tensor | None:
     """
     if not isinstance(mask, Tensor):
         return None
+    if mask.ndim == 2 and mask.is_floating_point():  # ones and zeros, or what is added to scores: nothing above zero
+        return torch.where((mask <= 0).all(), visible(mask), mask > 0)
     if mask.ndim == 2:
         return mask.bool()
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, mask.shape[3]):
@@ -310,6 +314,8 @@ class RootBefore:
         if not (model.training and torch.is_grad_enabled()):
             self.collector.abandon()
             return
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return  # checkpointing runs the model once more, during the backward pass: its terms were taken before
         if not self.looked and not torch.compiler.is_compiling():  # it may be sharded after it was attached to
             self.collector.sharded, self.looked = bool(modules_under_fsdp(model)), True
         self.collector.begin(self.masks.of(args, kwargs), samples_of((*args, *kwargs.values()), self.batch_first))

@@ -75,7 +75,7 @@ class LinearHook:
         passed, energies = kernels.passing(
             output, bias=projection.offset(), mask=in_order(mask, tokens, x), rows=rows, copied=not self.untouched
         )
-        tap.add(self.site, energies, None, tokens, mask, tap.coherence)
+        tap.add(self.site, energies, None, tokens, mask, tap.coherence, piece=tap.coherent_piece)
         if self.untouched is None and tap.collector.slot().open:
             tap.collector.slot().passed.append((self, passed, passed._version))
         return passed
@@ -109,7 +109,7 @@ class LinearHook:
             fixed = bias.detach()
             own, less = product + fixed.to(product.dtype), projection.of(fixed)
         energies = kernels.plain.energies(_like_tokens(projection.of(own), x, tokens), less, mask)
-        tap.add(self.site, energies, None, tokens, mask, tap.coherence)
+        tap.add(self.site, energies, None, tokens, mask, tap.coherence, piece=tap.coherent_piece)
         tap.incoherently(self.site, tokens, mask)
         return product + bias.to(product.dtype)
 

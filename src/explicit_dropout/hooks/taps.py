@@ -41,6 +41,8 @@ class Tap:
         self.coherent = coherent_part_needed(noise)
         self.coherence, self.incoherence = 0.5 * noise.mean**2, 0.5 * noise.variance
         """What a coherent energy is multiplied by, ½ μ², and what column energies times column norms are, ½ v."""
+        self.coherent_piece = int(noise.variance > 0)
+        """Where the coherent part of a firing stands among its terms: after the incoherent one, if there is one."""
         self.merged_heads, self.padding_source = merged_heads, padding
         self.described, self.path = layer.described, layer.path
         self.straight = self.described.batch_first and (
@@ -71,7 +73,8 @@ class Tap:
                 f"{self.path} runs without gradients inside a training forward pass, so its penalty would have none. "
                 "Reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False), in "
                 "transformers gradient_checkpointing_kwargs={'use_reentrant': False}. So does a model that runs a part "
-                "of itself under torch.no_grad() first: let it run that in eval mode. Or leave it out by layers=."
+                "of itself under torch.no_grad() first: let it run that in eval mode. Or leave it out by layers=. If a "
+                "forward pass was interrupted (Ctrl-C), the next one of the whole model puts this right."
             )
         return False
 
@@ -97,6 +100,7 @@ class Tap:
         mask: Tensor | None,
         factor: float = 1.0,
         norms: Tensor | None = None,
+        piece: int = 0,
     ) -> None:
         """Leave a term for the tokens of x that the mask calls real."""
         if mask is not None and not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
@@ -106,7 +110,7 @@ class Tap:
         if slot.open:
             tokens = x.shape[:-1].numel() if mask is None else mask.sum()
             samples = x.shape[:-2].numel() if x.ndim > 2 else 0
-            term = Term(site.name, penalty, columns, tokens, samples, self.holders, factor, norms)
+            term = Term(site.name, penalty, columns, tokens, samples, self.holders, factor, norms, piece)
             slot.pending = Chain(term, slot.pending)
 
     def padding(self, x: Tensor, stream: str | None = None) -> Tensor | None:
@@ -171,11 +175,13 @@ class Tap:
         weight, bias = projection_of(site).parameters()
         if output is None:
             coherent = Noise(self.noise.mean, 0.0)
-            self.add(site, functional.linear(x, weight, coherent, mask=mask, reduction="none"), None, x, mask)
+            penalty = functional.linear(x, weight, coherent, mask=mask, reduction="none")
+            self.add(site, penalty, None, x, mask, piece=self.coherent_piece)
             return
         if bias is None:
             output = output.clone()  # the model may go on to change its own in place
-        self.add(site, kernels.plain.energies(output, bias, mask), None, x, mask, self.coherence)
+        energies = kernels.plain.energies(output, bias, mask)
+        self.add(site, energies, None, x, mask, self.coherence, piece=self.coherent_piece)
 
     def penalise(self, site: Site, compute: Callable[..., _Result], *given: Any) -> _Result:
         """Run what leaves the term of a site; errors of the closed forms get the site in front."""

@@ -266,6 +266,8 @@ class RunFolder:
     def _read_checkpoint(self, path: Path) -> dict[str, Any]:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, MemoryError):  # no fault of the file: it fails this time, and can be resumed another
+            raise
         except Exception as error:  # a damaged archive fails as RuntimeError, EOFError, KeyError, UnpicklingError, …
             reason = (str(error).splitlines() or ["empty"])[0]
             raise ValueError(f"{type(error).__name__}: {reason}") from error

@@ -87,6 +87,7 @@ class StackedStep:
         return [torch.empty(models, *shape, device=self.device) for shape in shapes]
 
     def _compile(self) -> None:
+        torch.compiler.reset()  # or Adam's step is compiled anew for each number of models, which it may be eight times
         traced = make_fx(lambda *given: self._differentiate(*given))(self.stack.weights, self.batch, self.numbers)
         self.differentiate = torch.compile(traced, fullgraph=True)
         self.update = torch.compile(self.adam.step, fullgraph=True)

@@ -90,14 +90,20 @@ class Together:
 
     def carry_out(self) -> None:
         """Until every run is finished."""
+        ready = []
         for row, member in enumerate(self.members):
             described = environment(self.execution, self.device, member.dataset)
-            state = member.record.begin({**described, "trained_together": len(self.members)})
+            try:
+                state = member.record.begin({**described, "trained_together": len(self.members)})
+            except Exception:  # whatever it is: left to be trained alone, where it is told
+                continue
+            ready.append(row)
             if state is not None:
                 self.stack.weights[row] = self.stack.row(state["model"])
                 self.adam.restore(row, state["optimiser"])
             total = member.run.training.epochs * self.steps
             member.watch.begin(member.run, total, member.record.epochs_done * self.steps)
+        self._keep(ready)
         try:
             self._leave()
             while self.members:
@@ -207,11 +213,15 @@ class Together:
             member.watch.end(summary)
             if self.on_finished is not None:
                 self.on_finished(member.run)
-        stay = [row for row in range(len(self.members)) if row not in over]
-        self.members = [self.members[row] for row in stay]
-        self.stack.weights = self.stack.weights[stay]
-        self.adam.keep(stay)
-        self.step = None  # it is one of other tensors
+        self._keep([row for row in range(len(self.members)) if row not in over])
+
+    def _keep(self, rows: list[int]) -> None:
+        """Go on with these only."""
+        if len(rows) < len(self.members):
+            self.members = [self.members[row] for row in rows]
+            self.stack.weights = self.stack.weights[rows]
+            self.adam.keep(rows)
+            self.step = None  # it is one of other tensors
 
 
 def bytes_per_model(run: Run, dataset: Dataset, device: torch.device) -> int:
