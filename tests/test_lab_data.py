@@ -144,13 +144,6 @@ def test_label_noise_replaces_its_share_of_training_labels_and_no_others():
     assert torch.bincount(everything.train.labels).min() > 60
 
 
-def test_first_keeps_the_beginning():
-    split = data.load("digits").train
-    assert len(split.first(10)) == 10
-    assert torch.equal(split.first(10).labels, split.labels[:10])
-    assert len(split.first(10**6)) == len(split)
-
-
 def test_a_dataset_moves_as_a_whole():
     moved = data.load("digits").to("meta")
     assert {moved.train.device.type, moved.validation.device.type, moved.test.device.type} == {"meta"}

@@ -15,10 +15,8 @@ from explicit_dropout.hooks.calls import around
 from explicit_dropout.hooks.collector import Collector
 from explicit_dropout.hooks.taps import projection_of
 from explicit_dropout.noise import Noise
-from explicit_dropout.sites import COMPONENTS, Attention, Component, Layer, Site, sites_of
+from explicit_dropout.sites import COMPONENTS, SCORES, Attention, Component, Layer, Site, sites_of
 from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
-
-SCORES = ("query", "key", "query_key")
 
 
 def refuse_unknown(given: Iterable[str]) -> None:

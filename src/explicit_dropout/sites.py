@@ -20,6 +20,8 @@ from explicit_dropout.weights import acting
 
 Component = Literal["query", "key", "query_key", "value", "attended_value", "feed_forward"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
+SCORES = ("query", "key", "query_key")
+"""Those that are measured at the attention scores."""
 
 CROSS_ATTENTION = {
     "crossattention",

@@ -16,9 +16,8 @@ from typing import Any
 from torch import nn
 
 from explicit_dropout.adapters import signs
-from explicit_dropout.sites import Attention, Described, Dropout, FeedForward, Projection, Rule, register_rule
+from explicit_dropout.sites import SCORES, Attention, Described, Dropout, FeedForward, Projection, Rule, register_rule
 
-SCORES = ("query", "key", "query_key")
 SEPARATE = [
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.adapters.generic import (
-    SCORES,
     describe_attention,
     describe_feed_forward,
     is_linear,
@@ -19,7 +18,18 @@ from explicit_dropout.adapters.generic import (
 )
 from explicit_dropout.adapters.signs import normalised
 from explicit_dropout.errors import UnsupportedSiteError
-from explicit_dropout.sites import COMPONENTS, Attention, Call, Described, Dropout, Pairs, Projection, pairs_of, visible
+from explicit_dropout.sites import (
+    COMPONENTS,
+    SCORES,
+    Attention,
+    Call,
+    Described,
+    Dropout,
+    Pairs,
+    Projection,
+    pairs_of,
+    visible,
+)
 
 WINDOW = -99.0
 """The masks that Swin makes for its shifted windows add 0, or −100 for pairs that must not meet."""

@@ -16,7 +16,8 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
 
 On a GPU they are Triton kernels, with products of torch between them in spreads and reach; on a CPU energy, gram and
 attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches them as operators
-(`torch.ops.explicit_dropout`), whose kernels the compiler launches itself (`inlining`); it fuses the pointwise rest.
+(`torch.ops.explicit_dropout`) and fuses the pointwise rest; into those of spreads and reach the compiler does not look,
+the kernels of the others it launches itself (`inlining`).
 """
 
 from explicit_dropout.kernels import plain

@@ -39,10 +39,6 @@ class Split(ABC):
         moved = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return replace(self, **{name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor)})
 
-    def first(self, n: int) -> Self:
-        """The first n examples, or all if there are fewer."""
-        return self if n >= len(self) else replace(self, labels=self.labels[:n])
-
     @abstractmethod
     def inputs(self, index: Tensor) -> Tensor:
         """What a model sees: float32 (…, channels, height, width) or (…, tokens, features)."""
