@@ -393,7 +393,7 @@ def test_the_page_has_rows_for_new_results(step_results, growth_results):
     for row in results["step-time-h200"]["rows"]:
         if "error" not in row:
             row |= {"floor_bytes": 10**9, "floor_seconds": 1e-3, "floor_ratio": 1.02, "none_busy_ms": 50.0}
-            row["profile"] = {"busy_ms": 55.0}
+            row["profile"] = {"busy_ms": 55.0, "launches": 120, "kernels": [{"name": "_energies", "ms": 2.0}]}
     results["step-time-h200"]["ceilings"] = {"copy_bytes_per_second": 1e12, "matmul_flop_per_second": 1e14}
     text = cost_page.filled(cost_page.PAGE.read_text(), results)
     assert "| tiny ViT | eager | Q+FF paper | 1.00 | 1.00 | 1.02 | 1.10 |" in text
