@@ -28,7 +28,17 @@ from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import check_exact
 from explicit_dropout.regulariser import ExplicitDropout
 from explicit_dropout.sampling import Estimate
-from explicit_dropout.sites import Attention, FeedForward, Layer, Pairs, Projection, Site, find_layers, sites_of
+from explicit_dropout.sites import (
+    Attention,
+    FeedForward,
+    Layer,
+    Pairs,
+    Projection,
+    Site,
+    find_layers,
+    samples_first,
+    sites_of,
+)
 
 CHUNK_ELEMENTS = 2**23
 """Numbers that the draws of one chunk may take."""
@@ -176,7 +186,7 @@ class AttentionAgain:
 
     def turned(self, x: Tensor) -> Tensor:
         """A tensor of the call with its samples in front of its tokens; of such a one, as the call has it."""
-        return x if self.attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
+        return samples_first(self.attention, x)
 
     def heads(self, role: str) -> int:
         return self.attention.heads if role == "query" else self.attention.key_heads or self.attention.heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from inspect import signature
 
 from torch import nn
 
@@ -19,13 +20,13 @@ from explicit_dropout.sites import COMPONENTS, SCORES, Attention, Component, Lay
 from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
 
 
-def refuse_unknown(given: Iterable[str]) -> None:
-    """Arguments that ExplicitDropout does not have: slips of the pen, or forms that are not attached to models."""
+def refuse_unknown(given: Iterable[str], regulariser: type) -> None:
+    """Arguments that a regulariser does not have: slips of the pen, or forms that are not attached to models."""
     for name in given:
         if name in functional.__all__:
             what = f"{name!r}, which is not attached to models: call xd.functional.{name} in your forward pass"
             raise InputError("strengths", f"those of {', '.join(COMPONENTS)}", what)
-        known = [*COMPONENTS, "reduction", "layers", "reading", "padding", "disable_dropout", "require_all"]
+        known = [name for name, one in signature(regulariser).parameters.items() if one.kind is one.KEYWORD_ONLY]
         closest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise InputError("arguments", f"among {', '.join(known)}", f"{name!r}; the closest is {closest!r}")
 

@@ -87,7 +87,7 @@ class ExplicitDropout:
         require_all: bool = True,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(unknown)
+        refuse_unknown(unknown, type(self))
         given = (query, key, query_key, value, attended_value, feed_forward)
         strengths = {c: s for c, s in zip(COMPONENTS, given, strict=True) if s is not None}
         if not isinstance(model, nn.Module):
@@ -232,22 +232,23 @@ class ExplicitDropout:
         """What one firing of a site adds, over all forward passes as one batch of so many tokens or samples."""
         name = terms[0].site
         shares: list[Share] = []
-        later: list[Term] = []
+        later: list[Tensor] = []
+        factor = 1.0
         for term in terms:
             if term.penalty is not None:
                 shares.append(Share(name, strength, term.factor, counted, term.penalty))
             elif term.columns is not None and term.norms is not None:
                 shares.append(Share(name, strength, term.factor, counted, term.columns, term.norms))
             elif term.columns is not None:
-                later.append(term)
+                later.append(term.columns)
+                factor = term.factor  # the same for all columns of a site
         if later:
-            weight, factor = self._weight(name), later[0].factor
-            columns = [term.columns for term in later if term.columns is not None]
+            weight = self._weight(name)
             if is_sharded(weight):
-                shares.append(Share(name, strength, factor, 1, sharded_energy(columns, weight, counted)))
+                shares.append(Share(name, strength, factor, 1, sharded_energy(later, weight, counted)))
             else:
                 known = (None, weight) if kernels.serves(weight) else (column_norms(weight), None)
-                shares += [Share(name, strength, factor, counted, part, *known) for part in columns]
+                shares += [Share(name, strength, factor, counted, columns, *known) for columns in later]
         return shares
 
     def _weight(self, name: str) -> Tensor:

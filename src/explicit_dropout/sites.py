@@ -411,6 +411,11 @@ def sites_of(layer: Layer) -> Iterator[Site]:
         )
 
 
+def samples_first(described: Attention | FeedForward, x: Tensor) -> Tensor:
+    """What a layer is given or makes, with samples in front of tokens; of such a tensor, as the layer has it."""
+    return x if described.batch_first or x.ndim < 3 else x.transpose(0, 1)
+
+
 def _length(rows: slice, size: int) -> int:
     """How many of so many rows a slice from the front takes. (torch 2.11 does not compile `slice.indices`.)"""
     return (size if rows.stop is None else min(rows.stop, size)) - (rows.start or 0)

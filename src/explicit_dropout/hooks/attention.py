@@ -16,7 +16,7 @@ from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, lowered_input
 from explicit_dropout.hooks.taps import Tap, by_sample
 from explicit_dropout.kernels.plain import wide
-from explicit_dropout.sites import Attention, Pairs, Projection, Site
+from explicit_dropout.sites import Attention, Pairs, Projection, Site, samples_first
 from explicit_dropout.weights import is_sharded
 
 Rotation = Callable[[Tensor], Tensor]
@@ -113,7 +113,7 @@ class AttentionCall:
 
     def by_sample(self, x: Tensor) -> Tensor:
         """A tensor of the call with its samples in front of its tokens; of such a one, as the call has it."""
-        return x if self.attention.batch_first or x.ndim < 3 else x.transpose(0, 1)
+        return samples_first(self.attention, x)
 
     def _projected(self, role: str) -> Tensor:
         """What the query or key projection has made, as it made it."""
@@ -202,9 +202,9 @@ class AttentionCall:
     def _straight(self, pairs: Pairs) -> bool:
         """Whether every query meets every key (up to causal order), both just as their projections made them."""
         attention = self.attention
-        alike = attention.inputs is None and attention.rotary is None and not attention.key_heads
-        alike = alike and attention.batch_first
-        return alike and pairs.mask is None and pairs.context_mask is None and pairs.allowed is None
+        called = attention.inputs is None and attention.batch_first
+        alike = attention.rotary is None and not attention.key_heads
+        return called and alike and pairs.mask is None and pairs.context_mask is None and pairs.allowed is None
 
     def _scores_by_kernel(self, site: Site, pairs: Pairs) -> bool:
         """The penalty from the projections as they are, where kernels serve and no mask is in the way."""

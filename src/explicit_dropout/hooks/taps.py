@@ -22,7 +22,7 @@ from explicit_dropout.hooks.calls import argument_names, named_call, only_input
 from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term
 from explicit_dropout.hooks.products import lowered_input
 from explicit_dropout.noise import Noise
-from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site
+from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site, samples_first
 from explicit_dropout.weights import column_norms
 
 _Result = TypeVar("_Result")
@@ -221,8 +221,7 @@ def by_sample(tap: Tap, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if tap.told_by_model and not tap.collector.padding():
         return x, None
     described, mask = tap.described, None
-    if not described.batch_first and x.ndim > 2:
-        x = x.transpose(0, 1)
+    x = samples_first(described, x)
     if isinstance(described, FeedForward) and described.flattened is not None and x.ndim == 2:
         x = x.reshape(*tap.observed().call[described.flattened].shape[:-1], -1)
     if isinstance(described, FeedForward) and described.padding is not None:
