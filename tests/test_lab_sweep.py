@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from explicit_dropout.cli import main
+from explicit_dropout.cli import main, sweeping
 from explicit_dropout.cli.sweep_display import Display, span
 from explicit_dropout.errors import InputError, StoreError
 from explicit_dropout.lab import estimate
@@ -24,6 +24,7 @@ from explicit_dropout.lab.engines.local import Local
 from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.store import Store
 from explicit_dropout.lab.sweep import check_data, order, plan, select, sweep
+from explicit_dropout.lab.training.step import Step
 from tiny_sweep import EXECUTION, TREATMENTS, experiment, failing, results, run
 
 FILE = Path(__file__).with_name("tiny_sweep.py")
@@ -299,6 +300,22 @@ def test_a_dry_run_shows_rows_and_an_estimate_and_trains_nothing(capsys, store):
     assert "Would carry out 5 of 6 runs." in said
     assert re.search(r"One after another on this machine: about [\d.]+ (ms|s) of training\.", said)
     assert len(list(store.finished_runs())) == 1
+
+
+def test_a_dry_run_of_slow_runs_times_few_steps_and_then_no_more(capsys, store, monkeypatch):
+    steps, one = [], Step.__call__
+    monkeypatch.setattr(Step, "__call__", lambda *given: steps.append(given) or one(*given))
+    monkeypatch.setattr(estimate, "LONGEST", 0.0)
+    monkeypatch.setattr(sweeping, "PATIENCE", 0)
+    status, out, _ = command(capsys, FILE, "--store", store.root, "--dry-run", "--device=cpu")
+    assert status == 0
+    assert len(steps) == 1
+    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines()[1:4]}
+    assert rows.pop("none+none") != "unknown"
+    assert set(rows.values()) == {"unknown"}
+    said = " ".join(out.split())
+    assert "without 4 runs of unknown length" in said
+    assert "no estimate: steps take so long here" in said
 
 
 def test_a_dry_run_without_the_data_says_that_the_time_is_unknown_and_why(capsys, store, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,8 @@ from explicit_dropout.lab.experiment import load_experiments
 from explicit_dropout.lab.store import Store
 
 MOST_MINUTES = 10**6
+PATIENCE = 60
+"""Seconds after which a dry run times no further kind of run."""
 _ALL = "(default: all)"
 _OWN = "(default: the engine's choice)"
 _UNTIL = "(default: until all are finished)"
@@ -199,12 +202,16 @@ def _speed(todo: Sequence[Run], store: Store, execution: Execution) -> tuple[dic
     """Seconds per epoch by shape, and why some are missing."""
     speed = estimate.known(todo, store, estimate.device_name(execution))
     reasons: dict[str, None] = {}
-    for kind in dict.fromkeys(estimate.shape(run) for run in todo):
-        if kind not in speed:
-            try:
-                speed[kind] = estimate.probe(kind, execution)
-            except ExplicitDropoutError as error:
-                reasons[str(error)] = None
+    began = time.monotonic()
+    unknown = [kind for kind in dict.fromkeys(estimate.shape(run) for run in todo) if kind not in speed]
+    for number, kind in enumerate(unknown):
+        if number and time.monotonic() - began > PATIENCE:
+            reasons[f"steps take so long here that not all kinds of run were timed in {PATIENCE} seconds"] = None
+            break
+        try:
+            speed[kind] = estimate.probe(kind, execution)
+        except ExplicitDropoutError as error:
+            reasons[str(error)] = None
     return speed, list(reasons)
 
 

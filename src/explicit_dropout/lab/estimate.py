@@ -17,7 +17,9 @@ from explicit_dropout.lab.config import Execution, Run, Training
 from explicit_dropout.lab.store import Store
 
 WARM_UP, TIMED = 2, 5
-"""Steps of a probe that are not timed, and that are."""
+"""Steps of a probe that do not count, and that do."""
+LONGEST = 3.0
+"""Seconds after which a probe leaves it at the steps that it has made."""
 
 
 def shape(run: Run) -> Run:
@@ -63,16 +65,15 @@ def probe(run: Run, execution: Execution) -> float:
     model = build(run, dataset, device)
     step = Step(model, model, penalties.attach(model, run.treatment), run, Execution(), device)
     steps = steps_per_epoch(run, dataset.train)
-    began = 0.0
-    done = 0
-    for number, (x, y) in enumerate(islice(batches(run, dataset.train, 0), min(steps, WARM_UP + TIMED))):
-        if number == min(WARM_UP, steps - 1):
-            step.means()  # waits for the device
-            began = time.perf_counter()
+    ends = [time.perf_counter()]
+    for x, y in islice(batches(run, dataset.train, 0), min(steps, WARM_UP + TIMED)):
         step(x, y, 0.0)
-        done = number + 1
-    step.means()
-    return (time.perf_counter() - began) / (done - min(WARM_UP, steps - 1)) * steps
+        step.means()  # waits for the device
+        ends.append(time.perf_counter())
+        if ends[-1] - ends[0] > LONGEST:
+            break
+    first = min(WARM_UP, len(ends) - 2)
+    return (ends[-1] - ends[first]) / (len(ends) - 1 - first) * steps
 
 
 def epochs_left(run: Run, store: Store) -> int:
