@@ -88,6 +88,7 @@ class StackedStep:
 
     def _compile(self) -> None:
         torch.compiler.reset()  # or Adam's step is compiled anew for each number of models, which it may be eight times
+        self._differentiate(self.stack.weights, self.batch, self.numbers)  # what penalties keep is made now, not traced
         traced = make_fx(lambda *given: self._differentiate(*given))(self.stack.weights, self.batch, self.numbers)
         self.differentiate = torch.compile(traced, fullgraph=True)
         self.update = torch.compile(self.adam.step, fullgraph=True)
