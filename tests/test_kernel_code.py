@@ -118,11 +118,6 @@ def test_penalties(shape, compiled):
     energies = triton_gram.score_energies(queries, keys, bias, None, heads, causal)
     results = torch.empty_like(queries), torch.empty_like(keys)
     triton_gram.score_gradients(queries, keys, bias, None, heads, causal, energies, *results)
-    if not causal:
-        matrices = triton_spread.grams(keys, heads)
-        triton_spread.products(keys, matrices, heads)
-        weight = empty(features, features)
-        triton_spread.weight_gradient(triton_spread.pairs(weight, heads), weight, heads)
     columns, levels = triton_attended.columns(queries, keys, heads, width**-0.5, causal)
     triton_attended.column_gradients(queries, keys, heads, width**-0.5, causal, levels, columns)
     norms = empty(heads, features)
@@ -146,6 +141,19 @@ def test_what_reaches_causal_scores(heads, dtype, compiled):
     for order in (-1, 0, 1):
         triton_along.of_inputs(sums, keys, empty(8), order)
     assert len(compiled) == 8
+    assert [found for found in compiled if found[2] > FEW] == []
+
+
+@pytest.mark.parametrize("compiled", MEMORY, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [3, 6, 12])
+def test_what_is_incoherent_in_scores_of_all_pairs(heads, dtype, compiled):
+    weight, squares, slopes = empty(384, 384, dtype=torch.bfloat16), empty(8, 384), empty(8, heads)
+    sides = [(empty(8, 197, 384, dtype=dtype), weight, squares) for _ in range(2)]
+    for given in (sides[:1], sides):
+        triton_spread.spread_energies(given, heads)
+        triton_spread.spread_gradients(given, heads, [slopes] * 3)
+    assert {name for name, *_ in compiled} == {"_spread_energies", "_spread_slopes", "_spread_weights"}
     assert [found for found in compiled if found[2] > FEW] == []
 
 

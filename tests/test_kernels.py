@@ -426,9 +426,13 @@ def scores_alone(x, key):
     return torch.ops.explicit_dropout.scores(x, key, None, None, 2, False)
 
 
+def spreads_alone(x, key):
+    return torch.ops.explicit_dropout.spread([x, key.flatten(0, 1)[:64], key.float().square().sum(1)], 2)[0]
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler has some for the user of small matrices
-@pytest.mark.parametrize("function", [incoherent_alone, scores_alone])
+@pytest.mark.parametrize("function", [incoherent_alone, scores_alone, spreads_alone])
 def test_compiled_code_launches_the_kernels_itself_for_any_number_of_samples(function):
     from torch._inductor.utils import run_and_get_code
 
@@ -446,7 +450,7 @@ def test_compiled_code_launches_the_kernels_itself_for_any_number_of_samples(fun
         code += "".join(codes)
         for a, b in zip(found, torch.autograd.grad((function(x.sin(), key) * 0.5).sum(), leaves), strict=True):
             close(a, b, 2**-6)
-    assert "_column_squares" in code or "_scores" in code
+    assert "_column_squares" in code or "_scores" in code or "_spread_energies" in code
     assert "ops.explicit_dropout" not in code
 
 
@@ -512,47 +516,82 @@ def test_the_scores_operators_are_registered_soundly(biases, causal):
         close(a, b, 1e-4)
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=fused), True])
-@pytest.mark.parametrize("shape", [(3, 20, 2, 8, 12), (5, 33, 3, 16, 40)])
-def test_spreads_and_their_gradients_equal_plain_torch(shape, compiled):
+SPREADS = [(3, 20, 2, 8, 12), (5, 33, 3, 16, 70), (9, 70, 1, 33, 130), (1, 1, 2, 20, 5), (0, 4, 2, 8, 6)]
+if DEVICE == "cuda":
+    SPREADS += [(33, 197, 12, 64, 768), (40, 65, 12, 32, 384), (3, 65, 2, 128, 300)]
+LAYOUTS = ["even", "parts of fused ones", "Conv1D's"]
+
+
+def spread_plainly(keys, first, squares, queries, second, other_squares, heads):
+    """What is incoherent in the scores of all pairs under dropout before the first, the second and both projections."""
+    k, q = (torch.unflatten(side, -1, (heads, -1)).transpose(1, 2) for side in (keys, queries))
+    by_head = [torch.unflatten(weight, 0, (heads, -1)) for weight in (first, second)]
+    one, other = (
+        torch.einsum("hec,bc,hfc->bhef", rows, of, rows)
+        for rows, of in zip(by_head, (squares, other_squares), strict=True)
+    )
+    return (k.mT @ k * one).sum((2, 3)), (q.mT @ q * other).sum((2, 3)), (one * other).sum((2, 3))
+
+
+def spread_sides(shape, dtype, layout="even"):
+    """The tensors of both sides, in the order of `joint_spread`."""
     batch, tokens, heads, width, inputs = shape
-    others = draw((batch, tokens, heads * width), torch.bfloat16, 1)
-    weights = [draw((heads * width, inputs), seed=seed) for seed in (2, 3)]
-    squares = [draw((batch, inputs), seed=seed).square() for seed in (4, 5)]
-    weighting = draw((batch,), seed=6)
-
-    def grams(weight, square):
-        rows = torch.unflatten(weight, 0, (heads, -1))
-        return torch.einsum("hec,bc,hfc->bhef", rows, square, rows)
-
-    def plainly(others, first, square, second, other_square):
-        by_head = torch.unflatten(others, -1, (heads, -1)).transpose(1, 2)
-        one, other = grams(first, square), grams(second, other_square)
-        return (by_head.mT @ by_head * one).sum((1, 2, 3)), (one * other).sum((1, 2, 3))
-
-    def fused(others, first, square, second, other_square):
-        return (
-            kernels.spread(others, first, square, heads),
-            kernels.joint_spread(first, square, second, other_square, heads),
+    features = heads * width
+    if layout == "even":
+        keys, queries = (draw((batch, tokens, features), dtype, seed) for seed in (1, 2))
+        weights = [draw((features, inputs), seed=seed) for seed in (3, 4)]
+    else:
+        keys, queries = draw((batch, tokens, 2 * features), dtype, 1).split(features, -1)
+        fused = (
+            draw((inputs, 2 * features), seed=3).mT if layout == "Conv1D's" else draw((2 * features, inputs), seed=3)
         )
+        weights = fused.split(features)
+    squares = [draw((batch, inputs), seed=seed).square() for seed in (5, 6)]
+    return [keys, weights[0], squares[0], queries, weights[1], squares[1]]
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=fused), True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SPREADS)
+def test_spreads_and_their_gradients_equal_plain_torch(shape, layout, dtype, compiled):
+    heads = shape[2]
+    given = spread_sides(shape, dtype, layout)
+    weighting = [draw((shape[0], heads), seed=seed) for seed in (7, 8, 9, 10)]
+
+    def fused(*sides):
+        return (*kernels.joint_spread(*sides, heads), kernels.spread(*sides[:3], heads))
+
+    def plainly(*sides):
+        found = spread_plainly(*sides, heads)
+        return (*found, found[0])
 
     torch._dynamo.reset()
+    rounding = (
+        2e-2 if kernels.energy.interpreted() else 1e-2
+    )  # the interpreter of Triton cuts off where it should round
     mine = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
     found = []
-    for function, dtype in ((mine, None), (plainly, torch.float64)):
-        given = [others, weights[0], squares[0], weights[1], squares[1]]
-        leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in given]
+    for function, precision in ((mine, None), (plainly, torch.float64)):
+        leaves = [(x if precision is None else x.to(precision)).detach().requires_grad_() for x in given]
         results = function(*leaves)
-        loss = sum((energy * weighting).sum() for energy in results)
+        loss = sum((energy * each).sum() for energy, each in zip(results, weighting, strict=True))
         found.append([*(energy.detach() for energy in results), *torch.autograd.grad(loss, leaves)])
     for mine, other in zip(*found, strict=True):
-        assert (mine.double() - other).norm() < 1e-2 * other.norm()
-    if compiled:
-        return
-    leaf = others.detach().requires_grad_()
-    energy = kernels.spread(leaf, weights[0], squares[0], heads).sum()
+        assert mine.shape == other.shape
+        assert (mine.double() - other).norm() < rounding * other.norm() or not other.norm()
+
+
+@fused
+def test_spreads_are_the_same_bits_every_time_and_have_no_second_derivative():
+    leaves = [x.requires_grad_() for x in spread_sides((9, 70, 2, 16, 40), torch.bfloat16)]
+    first, second = (
+        (*energies, *torch.autograd.grad(sum(e.sum() for e in energies), leaves))
+        for energies in (kernels.joint_spread(*leaves, 2) for _ in range(2))
+    )
+    assert all(map(torch.equal, first, second))
     with pytest.raises(RuntimeError, match="no second derivative in half precision"):
-        torch.autograd.grad(energy, leaf, create_graph=True)
+        torch.autograd.grad(kernels.spread(*leaves[:3], 2).sum(), leaves[0], create_graph=True)
 
 
 @fused
@@ -560,63 +599,36 @@ def test_spreads_leave_the_range_of_float16():
     others, weight = 8 * draw((1, 1024, 32), torch.float16, 1), draw((32, 16), seed=2)
     squares = torch.full((1, 16), 7e4, device=DEVICE)
     with torch.autocast(DEVICE, torch.float16):
-        found = [kernels.spread(others, weight, squares, 2), kernels.joint_spread(weight, squares, weight, squares, 2)]
+        found = kernels.joint_spread(others, weight, squares, others, weight, squares, 2)
     assert all(energies.isfinite().all() for energies in found)
-
-
-@fused
-@pytest.mark.parametrize("layout", ["even", "part of a fused one", "Conv1D's"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pairs_of_rows_of_any_weight_and_their_gradient_equal_plain_torch(dtype, layout):
-    from explicit_dropout.kernels import triton_spread
-
-    weight = draw((3 * 6, 130), dtype, 1)
-    if layout == "part of a fused one":
-        weight = torch.cat([weight, weight, weight])[18:36]
-    elif layout == "Conv1D's":
-        weight = torch.cat([weight, weight]).mT.contiguous()[:, 18:].mT
-    rows = torch.unflatten(weight.double(), 0, (3, 6))
-    close(triton_spread.pairs(weight, 3).double(), (rows[:, :, None] * rows[:, None]).flatten(0, 2), 2**-7)
-    slopes = draw((3, 6, 6, 130), torch.bfloat16, 2)
-    slopes = (slopes + slopes.transpose(1, 2)).contiguous()  # symmetric in the pair
-    expected = 2 * (slopes.double() * rows[:, None]).sum(2).flatten(0, 1)
-    found = triton_spread.weight_gradient(slopes.flatten(0, 2), weight, 3)
-    close(found, expected.to(dtype), 2**-7 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_the_operators_of_spreads_are_registered_soundly():
     operators = torch.ops.explicit_dropout
-    others = draw((3, 20, 16), torch.bfloat16)
-    first, second = (draw((16, 12), seed=seed) for seed in (2, 3))
-    squares, other_squares = (draw((3, 12), seed=seed).square() for seed in (4, 5))
-    along, slopes = draw((3, 12), seed=6), draw((3,), seed=7)
-    torch.library.opcheck(operators.spread_gradients.default, (slopes, 2, others, first, squares, along))
-    joint = first, squares, second, other_squares
-    torch.library.opcheck(operators.joint_spread_gradients.default, (slopes, 2, *joint, along))
-    leaves = [tensor.requires_grad_() for tensor in (others, *joint)]
-    torch.library.opcheck(operators.spread.default, (*leaves[:3], 2))
-    torch.library.opcheck(operators.joint_spread.default, (*leaves[1:], 2))
+    sides = spread_sides((3, 20, 2, 8, 12), torch.bfloat16)
+    slopes = [draw((3, 2), seed=seed) for seed in (7, 8, 9)]
+    for count in (3, 6):
+        torch.library.opcheck(operators.spread_gradients.default, (sides[:count], 2, slopes[: 2 * count // 3 - 1]))
+    leaves = [tensor.detach().requires_grad_() for tensor in sides]
+    for count in (3, 6):
+        torch.library.opcheck(operators.spread.default, (leaves[:count], 2))
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=fused), True])
-def test_nothing_is_kept_for_spreads_but_what_there_is_and_a_row_for_each_sample(compiled):
-    given = [draw((3, 20, 16), torch.bfloat16, 1), draw((16, 12), seed=2), draw((3, 12), seed=3).square()]
-    others, weight, squares = (g.requires_grad_() for g in given)
-    kept = {}
-
-    def both(others, weight, squares):
-        return kernels.spread(others, weight, squares, 2) + kernels.joint_spread(weight, squares, weight, squares, 2)
+def test_nothing_is_kept_for_spreads_but_what_there_is(compiled):
+    given = [x.requires_grad_() for x in spread_sides((3, 20, 2, 8, 12), torch.bfloat16)]
+    kept = set()
 
     def keep(tensor):
-        kept[tensor.data_ptr()] = tensor.shape
+        kept.add(tensor.data_ptr())
         return tensor
 
     torch._dynamo.reset()
-    function = torch.compile(both, fullgraph=True, backend="aot_eager") if compiled else both
+    function = partial(kernels.joint_spread, heads=2)
+    function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        function(others, weight, squares)
-    own = [shape for place, shape in kept.items() if place not in {tensor.data_ptr() for tensor in given}]
-    assert own == [squares.shape] * 2
+        function(*given)
+    assert kept == {tensor.data_ptr() for tensor in given}
 
 
 REACHES = [(2, 20, 2, 8, 12), (3, 70, 3, 16, 70), (1, 1, 2, 20, 5), (0, 4, 2, 8, 6), (2, 130, 1, 33, 130)]
@@ -1161,7 +1173,8 @@ def test_a_compiled_model_in_half_precision_has_its_incoherent_scores_by_operato
 
         results.append(trained(make(), xd.inverted(0.2), (component,), compiled, autocast=True))
         assert backend.has(operator) == (own and backend.straight)
-        assert backend.has(f"joint_{operator}") == (own and backend.straight and component == "query_key")
+        joint = component == "query_key" and operator == "reach"  # the operator of spreads takes both sides
+        assert backend.has(f"joint_{operator}") == (own and backend.straight and joint)
     agree(*results, 2e-2)
 
 
@@ -1236,11 +1249,11 @@ def test_compiled_code_has_hardly_a_kernel_more_under_a_law_without_variance():
 KEPT = [
     (small_vit, xd.paper(0.2), "value", 1.0), (small_vit, xd.paper(0.2), "attended_value", 1.0),
     (small_vit, xd.inverted(0.2), "value", 0.0), (small_vit, xd.inverted(0.2), "attended_value", 0.75),
-    (small_vit, xd.inverted(0.2), "query", 0.3), (small_vit, xd.inverted(0.2), "query_key", 0.5),
+    (small_vit, xd.inverted(0.2), "query", 0.1), (small_vit, xd.inverted(0.2), "query_key", 0.2),
     (small_gpt2, xd.paper(0.2), "value", 1.0), (small_gpt2, xd.inverted(0.2), "value", 0.0),
 ]  # fmt: skip
 """How much more a layer keeps, in tensors of the residual stream: the output of its feed-forward network, which nothing
-else needs; numbers for every head and token, or pair of features, which are many in a model so narrow."""
+else needs; numbers for every head and token, or column and sample, which are many in a model so narrow."""
 
 
 @pytest.mark.parametrize(("make", "noise", "component", "more"), KEPT)

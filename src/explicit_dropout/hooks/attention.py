@@ -250,16 +250,17 @@ class AttentionCall:
             return None
         others = {"query": keys, "key": queries}
         weights = {role: _whole(getattr(attention, role))[0] for role in roles}
-        found = []
-        for role in roles:
-            sides = others[role], weights[role], given[role], heads
-            energies = kernels.reach(*sides, role == "query") if pairs.causal else kernels.spread(*sides)
-            found.append((variance, energies))
-        if len(roles) == 2:
-            joint = kernels.joint_reach if pairs.causal else kernels.joint_spread
-            query, key = ((weights[role], given[role]) for role in roles)
-            found.append((variance**2, joint(*query, *key, heads=heads)))
-        return found
+        sides = {role: (others[role], weights[role], given[role]) for role in roles}
+        if pairs.causal:
+            found = [kernels.reach(*side, heads, role == "query") for role, side in sides.items()]
+            if len(roles) == 2:
+                query, key = ((weights[role], given[role]) for role in roles)
+                found.append(kernels.joint_reach(*query, *key, heads=heads))
+        elif len(roles) == 2:
+            found = [*kernels.joint_spread(*sides["query"], *sides["key"], heads=heads)]
+        else:
+            found = [kernels.spread(*sides[component], heads)]
+        return list(zip((variance, variance, variance**2), found, strict=False))
 
     def _reaching(self, roles: tuple[str, ...], queries: Tensor) -> dict[str, Tensor]:
         """The inputs of these projections, in step with the queries, where kernels take them."""

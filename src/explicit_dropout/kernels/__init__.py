@@ -10,14 +10,14 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
                Σ_i x_sij² for every sample and column
     gram       Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
     attended   Σ_ia A_ia² x_a of attention weights that are not kept
-    spreads    ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, as products of matrices
+    spreads    ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, from matrices of a head
     reach      Σ_a Σ_c Y_ac (k_a · W_:c)², what is incoherent in causal scores, Y_a the squares that reach a
     plain      the same in plain torch: in float64, under function transforms, and to compare with
 
-On a GPU they are Triton kernels, with products of torch between them in spreads and reach; on a CPU energy, gram and
-attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches them as operators
-(`torch.ops.explicit_dropout`) and fuses the pointwise rest; into those of spreads and reach the compiler does not look,
-the kernels of the others it launches itself (`inlining`).
+On a GPU they are Triton kernels, with products of torch between them in reach; on a CPU energy, gram and attended have
+counterparts in torch, and norms are torch everywhere. Compiled code reaches them as operators
+(`torch.ops.explicit_dropout`) and fuses the pointwise rest; into those of reach the compiler does not look, the kernels
+of the others it launches itself (`inlining`).
 """
 
 from explicit_dropout.kernels import plain

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 
-def inlined(operator: CustomOpDef, serves: Callable[[Tensor], bool]) -> None:
-    """Put the inside of an operator into compiled code, where its first tensor is one that the kernels serve."""
+def inlined(operator: CustomOpDef, serves: Callable[[Any], bool]) -> None:
+    """Put the inside of an operator into compiled code, where its first argument is one that the kernels serve."""
 
     def inside(mode: Any, call: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not serves(args[0]):

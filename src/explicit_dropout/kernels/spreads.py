@@ -1,12 +1,9 @@
-"""⟨KᵀK, W diag(s) Wᵀ⟩ summed over heads: the incoherent energy of scores, with every pair of tokens allowed.
+"""⟨XᵀX, W diag(s) Wᵀ⟩ by head: the incoherent energy of scores, with every pair of tokens allowed.
 
-For a head of width e and an input of width d the matrix W diag(s) Wᵀ costs e² d for each sample. All samples and heads
-at once it is one matrix product with the products P of pairs of rows of W, P_(ef)c = W_ec W_fc, which no sample enters:
-
-    t = vec(KᵀK) P,   energy = s · t,   and in the backward pass   ∂s = t,   ∂K = 2 K mat(s Pᵀ),   ∂P = vec(KᵀK)ᵀ s.
-
-Matrices are bfloat16, sums over them float32. Only t is kept, one row for each sample. The compiler does not look into
-the operators: it would find KᵀK and P in both passes, and keep them.
+X are the keys where queries are dropped, W makes the queries, and s are the column energies of their input; or the
+other way round. Where both are dropped, W diag(s) Wᵀ of one side meets that of the other as well. For each sample and
+head these are matrices of the width of a head, made where they are needed, forward and backward: nothing is kept but
+what there is. Operands of their products are bfloat16, sums float32.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from torch import Tensor
 
 from explicit_dropout.kernels import energy, plain
 from explicit_dropout.kernels.gram import serves_scores
+from explicit_dropout.kernels.inlining import inlined
 
 
 @cache
@@ -34,55 +32,45 @@ def serves_spread(side: Tensor, heads: int) -> bool:
 
 
 def spread(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tensor:
-    """Σ_h ⟨O_hᵀO_h, W_h diag(s) W_hᵀ⟩ for every sample.
+    """⟨OᵀO, W diag(s) Wᵀ⟩ for every sample and head, (batch, head).
 
     Args:
         others: the side that is not dropped, (batch, token, feature), heads side by side.
         weight: of the side that is, (feature, in).
         squares: s, the column energies of that side's input, (batch, in).
     """
-    if torch.compiler.is_compiling():
-        found, _ = torch.ops.explicit_dropout.spread(others, weight, squares, heads)
-    else:
-        found = _Spread.apply(others, weight, squares, heads)  # type: ignore[no-untyped-call]
-    return cast("Tensor", found)
+    return _energies([others, weight, squares], heads)[0]
 
 
-def joint_spread(weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, heads: int) -> Tensor:
-    """Σ_h ⟨W_h diag(s) W_hᵀ, V_h diag(u) V_hᵀ⟩ for every sample: what dropout on both sides at once adds."""
+def joint_spread(
+    keys: Tensor, query_weight: Tensor, query_squares: Tensor,
+    queries: Tensor, key_weight: Tensor, key_squares: Tensor, heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What dropout of queries adds, what dropout of keys adds, and what both at once add to that, (batch, head) each.
+
+    The last is ⟨W diag(s) Wᵀ, V diag(u) Vᵀ⟩ of the weights W and V of queries and keys.
+    """
+    sides = [keys, query_weight, query_squares, queries, key_weight, key_squares]
+    return cast("tuple[Tensor, Tensor, Tensor]", tuple(_energies(sides, heads)))
+
+
+def _energies(sides: list[Tensor], heads: int) -> list[Tensor]:
     if torch.compiler.is_compiling():
-        found, _ = torch.ops.explicit_dropout.joint_spread(weight, squares, other, other_squares, heads)
-    else:
-        found = _JointSpread.apply(weight, squares, other, other_squares, heads)  # type: ignore[no-untyped-call]
-    return cast("Tensor", found)
+        return cast("list[Tensor]", torch.ops.explicit_dropout.spread(sides, heads))
+    return cast("list[Tensor]", _Spread.apply(heads, *sides))  # type: ignore[no-untyped-call]
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tensor:
-        energies, along = _spread(others, weight, squares, heads)
-        ctx.save_for_backward(others, weight, squares, along)
+    def forward(ctx: Any, heads: int, *sides: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*sides)
         ctx.heads = heads
-        return energies
+        return tuple(_made(list(sides), heads))
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second()
-        return *_spread_gradients(slopes[0], ctx.heads, *ctx.saved_tensors), None
-
-
-class _JointSpread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, heads: int) -> Tensor:
-        energies, along = _joint_spread(weight, squares, other, other_squares, heads)
-        ctx.save_for_backward(weight, squares, other, other_squares, along)
-        ctx.heads = heads
-        return energies
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second()
-        return *_joint_spread_gradients(slopes[0], ctx.heads, *ctx.saved_tensors), None
+        return None, *_gradients(list(ctx.saved_tensors), ctx.heads, list(slopes))
 
 
 def exactly(x: Tensor) -> Any:
@@ -100,159 +88,118 @@ def refuse_second() -> None:
 # ---------------------------------------------------------------------------------------------- how they are made
 
 
-def _spread(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The energies, and t."""
-    with exactly(others):
-        along = (_grams(others, heads) @ _pairs(weight, heads)).float()
-        return (squares * along).sum(1), along
+def _made(sides: list[Tensor], heads: int) -> list[Tensor]:
+    """One energy, of the three tensors of a side, or three, of those of both."""
+    with exactly(sides[0]):
+        if energy.by_triton(sides[0]):
+            return cast("list[Tensor]", _triton().spread_energies(_given(sides), heads))
+        grams, matrices = _grams(sides, heads), _matrices(sides, heads)
+        pairs = [*zip(grams, matrices, strict=True), matrices][: 2 * len(matrices) - 1]
+        return [(one * other).sum((2, 3)) for one, other in pairs]
 
 
-def _spread_gradients(
-    slopes: Tensor, heads: int, others: Tensor, weight: Tensor, squares: Tensor, along: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    each = slopes[:, None]
-    with exactly(others):
-        weighted = (each * squares).to(torch.bfloat16)
-        of_others = _products(others, weighted @ _pairs(weight, heads).mT, heads)
-        of_pairs = torch.mm(_grams(others, heads).mT, weighted)
-        return of_others, _of_weight(of_pairs, weight, heads), each * along
+def _gradients(sides: list[Tensor], heads: int, slopes: list[Tensor]) -> list[Tensor]:
+    """Of all tensors of the sides, given those of the energies."""
+    with exactly(sides[0]):
+        if energy.by_triton(sides[0]):
+            slopes = [slope.contiguous() for slope in slopes]
+            found = [
+                gradient for of_side in _triton().spread_gradients(_given(sides), heads, slopes) for gradient in of_side
+            ]
+        else:
+            found = _gradients_plainly(sides, heads, slopes)
+        return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, sides, strict=True)]
 
 
-def _joint_spread(
-    weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, heads: int
-) -> tuple[Tensor, Tensor]:
-    with exactly(squares):
-        matrices = other_squares.to(torch.bfloat16) @ _pairs(other, heads).mT
-        along = (matrices @ _pairs(weight, heads)).float()
-        return (squares * along).sum(1), along
+def _given(sides: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The tensors of every side as kernels read them."""
+    return [
+        (plain.even(others), weight.detach().to(torch.bfloat16), squares.contiguous())
+        for others, weight, squares in _by_side(sides)
+    ]
 
 
-def _joint_spread_gradients(
-    slopes: Tensor, heads: int, weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, along: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    each = slopes[:, None]
-    with exactly(squares):
-        weighted, low = (each * squares).to(torch.bfloat16), other_squares.to(torch.bfloat16)
-        other_pairs = _pairs(other, heads)
-        of_weight = _of_weight(torch.mm((low @ other_pairs.mT).mT, weighted), weight, heads)
-        matrices = weighted @ _pairs(weight, heads).mT
-        of_other = _of_weight(torch.mm(matrices.mT, low), other, heads)
-        return of_weight, each * along, of_other, (matrices @ other_pairs).float()
+def _by_side(sides: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [(sides[start], sides[start + 1], sides[start + 2]) for start in range(0, len(sides), 3)]
 
 
-def _grams(side: Tensor, heads: int) -> Tensor:
-    """XᵀX of every head, (batch, head · width · width) in bfloat16."""
-    if energy.by_triton(side):
-        return cast("Tensor", _triton().grams(plain.even(side), heads))
-    by_head = _by_head(side, heads)
-    return (by_head.mT @ by_head).flatten(1).to(torch.bfloat16)
+def _grams(sides: list[Tensor], heads: int) -> list[Tensor]:
+    """XᵀX of every sample and head, side by side."""
+    by_head = [torch.unflatten(others.float(), -1, (heads, -1)).transpose(1, 2) for others in sides[::3]]
+    return [x.mT @ x for x in by_head]
 
 
-def _products(side: Tensor, matrices: Tensor, heads: int) -> Tensor:
-    """2 X M for the symmetric matrix M of every head."""
-    if energy.by_triton(side):
-        return cast("Tensor", _triton().products(plain.even(side), matrices, heads))
-    by_head = _by_head(side, heads)
-    width = by_head.shape[-1]
-    products = 2 * by_head @ torch.unflatten(matrices.float(), 1, (heads, width, width))
-    return products.transpose(1, 2).flatten(2).to(side.dtype)
+def _matrices(sides: list[Tensor], heads: int) -> list[Tensor]:
+    """W diag(s) Wᵀ of every sample and head, side by side."""
+    by_head = [torch.unflatten(weight.float(), 0, (heads, -1)) for weight in sides[1::3]]
+    return [(rows * squares[:, None, None]) @ rows.mT for rows, squares in zip(by_head, sides[2::3], strict=True)]
 
 
-def _by_head(side: Tensor, heads: int) -> Tensor:
-    return torch.unflatten(side.float(), -1, (heads, -1)).transpose(1, 2)
-
-
-def _pairs(weight: Tensor, heads: int) -> Tensor:
-    """P, (head · width · width, in): products of pairs of rows of a head's weight."""
-    if energy.by_triton(weight):
-        return cast("Tensor", _triton().pairs(weight.detach(), heads))
-    rows = torch.unflatten(weight.detach(), 0, (heads, -1))
-    return (rows[:, :, None] * rows[:, None]).to(torch.bfloat16).flatten(0, 2)
-
-
-def _of_weight(of_pairs: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """What the gradient of P, which is symmetric, makes of the weight."""
-    if energy.by_triton(weight):
-        return cast("Tensor", _triton().weight_gradient(of_pairs, weight, heads))
-    rows = torch.unflatten(weight, 0, (heads, -1)).float()
-    slopes = torch.unflatten(of_pairs.float(), 0, (*rows.shape[:2], rows.shape[1]))
-    return (2 * (slopes * rows[:, None]).sum(2)).flatten(0, 1).to(weight.dtype)
+def _gradients_plainly(sides: list[Tensor], heads: int, slopes: list[Tensor]) -> list[Tensor]:
+    grams, matrices, found = _grams(sides, heads), _matrices(sides, heads), []
+    of_energies = [slope[..., None, None] for slope in slopes]
+    for number, (others, weight, squares) in enumerate(_by_side(sides)):
+        x, rows = (
+            torch.unflatten(others.float(), -1, (heads, -1)).transpose(1, 2),
+            torch.unflatten(weight.float(), 0, (heads, -1)),
+        )
+        inner = of_energies[number] * grams[number]
+        if len(matrices) == 2:
+            inner = inner + of_energies[2] * matrices[1 - number]
+        along = inner @ rows
+        found += [
+            (2 * of_energies[number] * x @ matrices[number]).transpose(1, 2).flatten(2),
+            2 * (along * squares[:, None, None]).sum(0).flatten(0, 1),
+            (along * rows).sum((1, 2)),
+        ]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- operators
 
 
+def _by_kernels(sides: list[Tensor]) -> bool:
+    return sides[0].is_cuda and energy.serves_compiled(sides[0])  # inside plain torch a compiler finds what to keep
+
+
 @torch.library.custom_op("explicit_dropout::spread", mutates_args=())
-def spread_operator(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Σ_h ⟨O_hᵀO_h, W_h diag(s) W_hᵀ⟩ for every sample, and t."""
-    return _spread(others, weight, squares, heads)
+def spread_operator(sides: list[Tensor], heads: int) -> list[Tensor]:
+    """One energy for every sample and head, of the three tensors of a side, or three, of those of both."""
+    return _made(sides, heads)
+
+
+inlined(spread_operator, _by_kernels)
 
 
 @torch.library.custom_op("explicit_dropout::spread_gradients", mutates_args=())
-def spread_gradients_operator(
-    slopes: Tensor, heads: int, others: Tensor, weight: Tensor, squares: Tensor, along: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the other side, the weight and the squares."""
-    return _spread_gradients(slopes, heads, others, weight, squares, along)
+def spread_gradients_operator(sides: list[Tensor], heads: int, slopes: list[Tensor]) -> list[Tensor]:
+    """Of all tensors of the sides."""
+    return _gradients(sides, heads, slopes)
 
 
-@torch.library.custom_op("explicit_dropout::joint_spread", mutates_args=())
-def joint_spread_operator(
-    weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, heads: int
-) -> tuple[Tensor, Tensor]:
-    """Σ_h ⟨W_h diag(s) W_hᵀ, V_h diag(u) V_hᵀ⟩ for every sample, and what its squares are weighted by."""
-    return _joint_spread(weight, squares, other, other_squares, heads)
-
-
-@torch.library.custom_op("explicit_dropout::joint_spread_gradients", mutates_args=())
-def joint_spread_gradients_operator(
-    slopes: Tensor, heads: int, weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, along: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of both weights and both squares."""
-    return _joint_spread_gradients(slopes, heads, weight, squares, other, other_squares, along)
+inlined(spread_gradients_operator, _by_kernels)
 
 
 @spread_operator.register_fake
-def _(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    del others, weight, heads
-    return squares.new_empty(squares.shape[0]), plain.like(squares)
+def _(sides: list[Tensor], heads: int) -> list[Tensor]:
+    shape = sides[0].shape[0], heads
+    return [sides[0].new_empty(shape, dtype=torch.float32) for _ in range(2 * (len(sides) // 3) - 1)]
 
 
 @spread_gradients_operator.register_fake
-def _(
-    slopes: Tensor, heads: int, others: Tensor, weight: Tensor, squares: Tensor, along: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    del slopes, heads, along
-    return plain.like(others), plain.like(weight), plain.like(squares)
+def _(sides: list[Tensor], heads: int, slopes: list[Tensor]) -> list[Tensor]:
+    del heads, slopes
+    return [plain.like(tensor) for tensor in sides]
 
 
-@joint_spread_operator.register_fake
-def _(weight: Tensor, squares: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    del weight, rest
-    return squares.new_empty(squares.shape[0]), plain.like(squares)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    del output
+    sides, ctx.heads = inputs
+    ctx.save_for_backward(*sides)
 
 
-@joint_spread_gradients_operator.register_fake
-def _(
-    slopes: Tensor, heads: int, weight: Tensor, squares: Tensor, other: Tensor, other_squares: Tensor, along: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del slopes, heads, along
-    return plain.like(weight), plain.like(squares), plain.like(other), plain.like(other_squares)
+def _backward(ctx: Any, slopes: list[Tensor]) -> tuple[list[Tensor], None]:
+    return torch.ops.explicit_dropout.spread_gradients(list(ctx.saved_tensors), ctx.heads, list(slopes)), None
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.heads = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _spread_backward(ctx: Any, slopes: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *torch.ops.explicit_dropout.spread_gradients(slopes, ctx.heads, *ctx.saved_tensors), None
-
-
-def _joint_spread_backward(ctx: Any, slopes: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *torch.ops.explicit_dropout.joint_spread_gradients(slopes, ctx.heads, *ctx.saved_tensors), None
-
-
-spread_operator.register_autograd(_spread_backward, setup_context=_keep)
-joint_spread_operator.register_autograd(_joint_spread_backward, setup_context=_keep)
+spread_operator.register_autograd(_backward, setup_context=_keep)
