@@ -125,30 +125,36 @@ def _by_side(sides: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def _grams(sides: list[Tensor], heads: int) -> list[Tensor]:
     """XᵀX of every sample and head, side by side."""
-    by_head = [torch.unflatten(others.float(), -1, (heads, -1)).transpose(1, 2) for others in sides[::3]]
-    return [x.mT @ x for x in by_head]
+    return [x.mT @ x for x in (_by_head(others, heads) for others in sides[::3])]
 
 
 def _matrices(sides: list[Tensor], heads: int) -> list[Tensor]:
     """W diag(s) Wᵀ of every sample and head, side by side."""
-    by_head = [torch.unflatten(weight.float(), 0, (heads, -1)) for weight in sides[1::3]]
+    by_head = (_rows(weight, heads) for weight in sides[1::3])
     return [(rows * squares[:, None, None]) @ rows.mT for rows, squares in zip(by_head, sides[2::3], strict=True)]
+
+
+def _by_head(others: Tensor, heads: int) -> Tensor:
+    """(batch, token, feature) as (batch, head, token, width)."""
+    return torch.unflatten(others.float(), -1, (heads, -1)).transpose(1, 2)
+
+
+def _rows(weight: Tensor, heads: int) -> Tensor:
+    """(feature, in) as (head, width, in)."""
+    return torch.unflatten(weight.float(), 0, (heads, -1))
 
 
 def _gradients_plainly(sides: list[Tensor], heads: int, slopes: list[Tensor]) -> list[Tensor]:
     grams, matrices, found = _grams(sides, heads), _matrices(sides, heads), []
     of_energies = [slope[..., None, None] for slope in slopes]
     for number, (others, weight, squares) in enumerate(_by_side(sides)):
-        x, rows = (
-            torch.unflatten(others.float(), -1, (heads, -1)).transpose(1, 2),
-            torch.unflatten(weight.float(), 0, (heads, -1)),
-        )
+        rows = _rows(weight, heads)
         inner = of_energies[number] * grams[number]
         if len(matrices) == 2:
             inner = inner + of_energies[2] * matrices[1 - number]
         along = inner @ rows
         found += [
-            (2 * of_energies[number] * x @ matrices[number]).transpose(1, 2).flatten(2),
+            (2 * of_energies[number] * _by_head(others, heads) @ matrices[number]).transpose(1, 2).flatten(2),
             2 * (along * squares[:, None, None]).sum(0).flatten(0, 1),
             (along * rows).sum((1, 2)),
         ]
