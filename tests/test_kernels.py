@@ -567,9 +567,7 @@ def test_spreads_and_their_gradients_equal_plain_torch(shape, layout, dtype, com
         return (*found, found[0])
 
     torch._dynamo.reset()
-    rounding = (
-        2e-2 if kernels.energy.interpreted() else 1e-2
-    )  # the interpreter of Triton cuts off where it should round
+    rounding = 2e-2 if kernels.energy.interpreted() else 1e-2  # Triton's interpreter cuts off where it should round
     mine = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
     found = []
     for function, precision in ((mine, None), (plainly, torch.float64)):

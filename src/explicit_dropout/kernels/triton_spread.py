@@ -56,8 +56,13 @@ def _gram(side, tokens, token_stride, width, TOKENS: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
-def _weighted(weight, squares, row_stride, column_stride, columns, width, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """W diag(s) Wᵀ of a head."""
+def _weighted(
+    weight, squares, sample, head, row_stride, column_stride, columns, width,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """W diag(s) Wᵀ of a head of a sample."""
+    weight += head.to(tl.int64) * width * row_stride
+    squares += sample * columns
     row = tl.arange(0, WIDTH)
     found = tl.zeros((WIDTH, WIDTH), tl.float32)
     for start in range(0, columns, COLUMNS):
@@ -79,17 +84,13 @@ def _spread_energies(
 ):  # fmt: skip
     program = tl.program_id(0)
     sample, head = (program // heads).to(tl.int64), program % heads
-    own = _weighted(
-        weight + head.to(tl.int64) * width * row_stride, squares + sample * columns, row_stride, column_stride,
-        columns, width, COLUMNS, WIDTH,
-    )  # fmt: skip
+    own = _weighted(weight, squares, sample, head, row_stride, column_stride, columns, width, COLUMNS, WIDTH)
     gram = _gram(side + sample * sample_stride + head * width, tokens, token_stride, width, TOKENS, WIDTH)
     tl.store(energies + program, tl.sum(tl.sum(own * gram, 1), 0))
     if JOINT:
         other = _weighted(
-            other_weight + head.to(tl.int64) * width * other_row, other_squares + sample * other_columns, other_row,
-            other_column, other_columns, width, COLUMNS, WIDTH,
-        )  # fmt: skip
+            other_weight, other_squares, sample, head, other_row, other_column, other_columns, width, COLUMNS, WIDTH
+        )
         tl.store(joint_energies + program, tl.sum(tl.sum(own * other, 1), 0))
         gram = _gram(other_side + sample * other_sample + head * width, other_tokens, other_token, width, TOKENS, WIDTH)
         tl.store(other_energies + program, tl.sum(tl.sum(other * gram, 1), 0))
@@ -122,10 +123,7 @@ def _spread_slopes(
     sample, head = (program // heads).to(tl.int64), program % heads
     slope = tl.load(slopes + program)
     inner += program.to(tl.int64) * width * width
-    own = _weighted(
-        weight + head.to(tl.int64) * width * row_stride, squares + sample * columns, row_stride, column_stride,
-        columns, width, COLUMNS, WIDTH,
-    )  # fmt: skip
+    own = _weighted(weight, squares, sample, head, row_stride, column_stride, columns, width, COLUMNS, WIDTH)
     inside = slope * _side_slopes(
         side + sample * sample_stride + head * width, result + sample * to_sample + head * width, own, slope,
         tokens, token_stride, to_token, width, TOKENS, WIDTH,
@@ -134,9 +132,8 @@ def _spread_slopes(
         joint = tl.load(joint_slopes + program)
         low = (joint * own).to(tl.bfloat16)  # which it will be in the end: fewer registers until then
         other = _weighted(
-            other_weight + head.to(tl.int64) * width * other_row, other_squares + sample * other_columns, other_row,
-            other_column, other_columns, width, COLUMNS, WIDTH,
-        )  # fmt: skip
+            other_weight, other_squares, sample, head, other_row, other_column, other_columns, width, COLUMNS, WIDTH
+        )
         _put(inner, inside + joint * other, 0, width, width, width, WIDTH, WIDTH)
         slope = tl.load(other_slopes + program)
         gram = _side_slopes(
