@@ -7,7 +7,7 @@ The paper's TSN features (Kinetics, ActivityNet) were not available to us; the s
 has the files, by EXPLICIT_DROPOUT_THUMOS14=thumos14_kinetics (or thumos14_activitynet). I3D rows are named for what
 they are and stand beside no number of the paper. Cost: for each of 440 runs 4 epochs of 285 steps on 36 598 windows,
 3.8 seconds of training on an H200 once a row is compiled. By --engine vectorised, ten runs at once, it was 6.5 seconds,
-with 0.9 to 3.3 GiB of GPU memory for each run; compiled, three such programs side by side made 65 runs in 290 seconds.
+with 0.9 to 3.3 GiB of GPU memory for each run; compiled, three such programs side by side made 54 runs in 290 seconds.
 """
 
 import os

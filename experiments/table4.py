@@ -56,8 +56,7 @@ def experiment() -> Experiment:
             "which epoch that is, and with it the test score by several points.",
             "Runs were made on an H200, apart from these on a CPU. As means: all of none+activation_l2, and of "
             "none+explicit, explicit_k+explicit, explicit_v+explicit and explicit_av+explicit under inverted; six of "
-            "explicit_av+explicit. "
-            "As sums: all of arora_k+explicit and none+explicit [bernoulli], and one of "
+            "explicit_av+explicit. As sums: all of arora_k+explicit and none+explicit [bernoulli], and one of "
             "explicit_v+explicit [bernoulli].",
             "none+weight_decay is no real control here: at this rate and length its decay changes weights by less "
             "than a thousandth.",
