@@ -61,6 +61,7 @@ def compiled(request, monkeypatch):
             target = GPUTarget("cuda", capability, 32)
             made = triton.compile(source(kernel, arguments, floats), target=target, options=options)
             assert made.metadata.shared <= MEMORY[capability], kernel.fn.__name__
+            assert overwritten(made.asm["ttgir"]) == [], kernel.fn.__name__
             found.append((kernel.fn.__name__, floats, spilled(made.asm["ptx"], capability)))
 
     monkeypatch.setattr(JITFunction, "run", run)
@@ -94,6 +95,25 @@ def spilled(code, capability):
     command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", "-", "-o", "/dev/null"]
     told = subprocess.run(command, input=code, capture_output=True, text=True, check=True).stderr
     return sum(map(int, re.findall(r"(\d+) bytes spill stores", told)))
+
+
+def overwritten(code, stages=3):
+    """Buffers that a product may still read while its loop copies later operands into them.
+
+    A loop copies as many rounds ahead as it has buffers. A product that the next round does not wait for needs one
+    more, and Triton forgets it where a block is an operand in shared memory and is read into registers as well.
+    """
+    buffers, views, products, found = {}, {}, {}, []
+    for line in code.splitlines():
+        if made := re.search(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", line):
+            buffers[made[1]], views[made[1]] = int(made[2]), made[1]
+        elif made := re.search(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)", line):
+            views[made[1]] = views.get(made[2])
+        elif made := re.search(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+),", line):
+            products[made[1]] = [views.get(made[2]), views.get(made[3])]
+        elif made := re.search(r"ttng\.warp_group_dot_wait (%\w+).*pendings = [1-9]", line):
+            found += [name for name in products.get(made[1], []) if name and buffers[name] < stages]
+    return found
 
 
 def empty(*shape, dtype=torch.float32):

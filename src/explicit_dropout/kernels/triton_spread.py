@@ -12,7 +12,7 @@ Weights are bfloat16, so are the operands of products with M and D; sums are flo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -26,7 +26,7 @@ from explicit_dropout.kernels.triton_gram import _put
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
 INTERPRETED = tl.constexpr(interpreted())
-PARTS = 8
+PARTS = 4
 """Samples are dealt out to so many programs for each block of a weight; what they make of it is added up afterwards."""
 
 
@@ -35,6 +35,16 @@ def _product(left, right, total):
     if INTERPRETED:  # by what has no products of bfloat16
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total)
+
+
+@triton.jit
+def _met(x, matrix):
+    """X M in the precision of X, where that has the range of M."""
+    if x.dtype == tl.bfloat16:
+        found = _product(x, matrix.to(tl.bfloat16), tl.zeros((x.shape[0], matrix.shape[1]), tl.float32))
+    else:
+        found = tl.dot(x.to(tl.float32), matrix, input_precision="tf32")
+    return found
 
 
 @triton.jit
@@ -71,7 +81,10 @@ def _weighted(
         places = row.to(tl.int64)[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
         w = tl.load(weight + places, inside, 0.0)
         s = tl.load(squares + column, column < columns, 0.0)
-        found = _product((w.to(tl.float32) * s[None, :]).to(tl.bfloat16), tl.trans(w), found)
+        right = tl.trans(w)
+        if WIDTH >= 64:  # products go on while later blocks are fetched, and Triton would fetch them into w too early
+            right = tl.load(weight + tl.trans(places), tl.trans(inside), 0.0)
+        found = _product((w.to(tl.float32) * s[None, :]).to(tl.bfloat16), right, found)
     return found
 
 
@@ -100,14 +113,10 @@ def _spread_energies(
 def _side_slopes(
     side, result, matrix, slope, tokens, token_stride, to_token, width, TOKENS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """2 a X M, block by block, and XᵀX on the way."""
-    gram = tl.zeros((WIDTH, WIDTH), tl.float32)
+    """2 a X M, block by block."""
     for start in range(0, tokens, TOKENS):
         x = _rows(side, start, tokens, token_stride, width, TOKENS, WIDTH)
-        product = 2 * slope * tl.dot(x.to(tl.float32), matrix, input_precision="tf32")
-        _put(result, product, start, tokens, to_token, width, TOKENS, WIDTH)
-        gram = _product(tl.trans(x), x, gram)
-    return gram
+        _put(result, 2 * slope * _met(x, matrix), start, tokens, to_token, width, TOKENS, WIDTH)
 
 
 @triton.jit(do_not_specialize=["tokens", "other_tokens", "heads"])
@@ -122,12 +131,12 @@ def _spread_slopes(
     program = tl.program_id(0)
     sample, head = (program // heads).to(tl.int64), program % heads
     slope = tl.load(slopes + program)
+    side += sample * sample_stride + head * width
+    result += sample * to_sample + head * width
     inner += program.to(tl.int64) * width * width
     own = _weighted(weight, squares, sample, head, row_stride, column_stride, columns, width, COLUMNS, WIDTH)
-    inside = slope * _side_slopes(
-        side + sample * sample_stride + head * width, result + sample * to_sample + head * width, own, slope,
-        tokens, token_stride, to_token, width, TOKENS, WIDTH,
-    )  # fmt: skip
+    _side_slopes(side, result, own, slope, tokens, token_stride, to_token, width, TOKENS, WIDTH)
+    inside = slope * _gram(side, tokens, token_stride, width, TOKENS, WIDTH)
     if JOINT:
         joint = tl.load(joint_slopes + program)
         low = (joint * own).to(tl.bfloat16)  # which it will be in the end: fewer registers until then
@@ -136,13 +145,14 @@ def _spread_slopes(
         )
         _put(inner, inside + joint * other, 0, width, width, width, WIDTH, WIDTH)
         slope = tl.load(other_slopes + program)
-        gram = _side_slopes(
-            other_side + sample * other_sample + head * width,
-            other_result + sample * other_to_sample + head * width, other, slope,
-            other_tokens, other_token, other_to_token, width, TOKENS, WIDTH,
-        )  # fmt: skip
+        other_side += sample * other_sample + head * width
+        other_result += sample * other_to_sample + head * width
+        _side_slopes(
+            other_side, other_result, other, slope, other_tokens, other_token, other_to_token, width, TOKENS, WIDTH
+        )
+        inside = slope * _gram(other_side, other_tokens, other_token, width, TOKENS, WIDTH)
         other_inner += program.to(tl.int64) * width * width
-        _put(other_inner, slope * gram + low.to(tl.float32), 0, width, width, width, WIDTH, WIDTH)
+        _put(other_inner, inside + low.to(tl.float32), 0, width, width, width, WIDTH, WIDTH)
     else:
         _put(inner, inside, 0, width, width, width, WIDTH, WIDTH)
 
@@ -169,6 +179,22 @@ def _spread_weights(
     tl.store(of_weight + row.to(tl.int64)[:, None] * columns + column[None, :], 2 * total, inside)
 
 
+class Blocks(NamedTuple):
+    """How much a program takes at a time."""
+
+    tokens: int
+    columns: int
+    warps: int
+
+
+BLOCKS = {
+    _spread_energies: {16: Blocks(32, 64, 2), 32: Blocks(32, 64, 2), 64: Blocks(32, 64, 4), 128: Blocks(32, 32, 8)},
+    _spread_slopes: {16: Blocks(32, 64, 2), 32: Blocks(32, 64, 2), 64: Blocks(32, 64, 4), 128: Blocks(16, 32, 8)},
+    _spread_weights: {16: Blocks(32, 64, 2), 32: Blocks(32, 64, 2), 64: Blocks(32, 64, 4), 128: Blocks(32, 32, 4)},
+}
+"""By kernel and by the width of a head."""
+
+
 @remembered
 def _launch(
     kernel: Any, programs: tuple[int, int, int], numbers: tuple[int, ...], sides: int, *dtypes: torch.dtype
@@ -176,26 +202,22 @@ def _launch(
     """How a kernel is launched on the tokens of one side or two; of `numbers` the last is the width of a head."""
     del dtypes  # which make it another launch
     wide = _wide(numbers[-1])
-    facts = sides == 2, 32 if wide <= 64 else 16, _columns(wide), wide
-    return Launch(kernel, programs, (*numbers, *facts), warps=_warps(wide))
+    blocks = BLOCKS[kernel][wide]
+    return Launch(kernel, programs, (*numbers, sides == 2, blocks.tokens, blocks.columns, wide), blocks.warps)
 
 
 @remembered
-def _weights_launch(programs: tuple[int, int, int], numbers: tuple[int, ...]) -> Launch:
-    wide = _wide(numbers[-1])
-    return Launch(_spread_weights, programs, (*numbers, _columns(wide), wide), warps=_warps(wide))
+def _weights_launch(batch: int, numbers: tuple[int, ...]) -> Launch:
+    *_, columns, heads, width = numbers
+    wide = _wide(width)
+    blocks = BLOCKS[_spread_weights][wide]
+    programs = heads, triton.cdiv(columns, blocks.columns), PARTS
+    given = batch, (batch + PARTS - 1) // PARTS, *numbers, blocks.columns, wide
+    return Launch(_spread_weights, programs, given, blocks.warps)
 
 
 def _wide(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
-
-
-def _columns(wide: int) -> int:
-    return 64 if wide <= 64 else 32
-
-
-def _warps(wide: int) -> int:
-    return 4 if wide <= 64 else 8
 
 
 Side = tuple[Tensor, Tensor, Tensor]
@@ -250,7 +272,5 @@ def _of_weight(inner: Tensor, weight: Tensor, squares: Tensor) -> tuple[Tensor, 
     (batch, heads, width, _), columns = inner.shape, weight.shape[1]
     of_weight = torch.empty((PARTS, *weight.shape), dtype=torch.float32, device=weight.device)
     of_squares = torch.empty((batch, heads, columns), dtype=torch.float32, device=weight.device)
-    numbers = batch, (batch + PARTS - 1) // PARTS, *weight.stride(), columns, heads, width
-    blocks = triton.cdiv(columns, _columns(_wide(width)))
-    _weights_launch((heads, blocks, PARTS), numbers)(inner, weight, squares, of_weight, of_squares)
+    _weights_launch(batch, (*weight.stride(), columns, heads, width))(inner, weight, squares, of_weight, of_squares)
     return of_weight.sum(0), of_squares.sum(1)
