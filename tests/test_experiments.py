@@ -188,6 +188,24 @@ def test_five_pairs_make_a_verdict_and_four_do_not(difference, said):
     assert said in answer
 
 
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [
+        ([0.0] * 5, "all 5 runs of `explicit_q+explicit` have the score of `explicit_k+explicit` (n = 5 seeds)."),
+        ([0.0, 0.0, 0.01, -0.02, 0.0], "3 of 5 runs of `explicit_q+explicit`"),
+        ([0.0, 0.0, 0.01, -0.02, 0.0], "the others are at most 2.00 points apart, −0.20 in the mean over all"),
+    ],
+)
+def test_rows_that_should_be_one_are_compared_run_by_run(difference, said):
+    base = next(iter(runs_of("table4").values()))
+    rows = [next(treatments(f"explicit_{site}+explicit", [0.1])) for site in "kq"]
+    runs = tuple(replace(base, treatment=row, seed=seed) for row in rows for seed in range(5))
+    question = Question("?", (("explicit_q+explicit", "explicit_k+explicit"),), same_settings=True)
+    made = Experiment("x", "x", runs, baseline="explicit_k+explicit", questions=(question,))
+    (answer,) = answers(analyse(made, results_of(made, difference)), question)
+    assert said in answer
+
+
 def test_a_question_about_a_row_that_is_not_there_is_an_error():
     (run, *_) = runs_of("table4").values()
     with pytest.raises(InputError, match=r"questions.*about the rows.*nothing\+none"):

@@ -105,10 +105,13 @@ def verdict(found: Contrast) -> str:
 
 def same(found: Contrast) -> str:
     """Of two rows that should be one: how many runs came to the same number, and how far the others are apart."""
-    values = found.pairs.estimate.values
+    values, n = found.pairs.estimate.values, found.pairs.n
     equal = sum(value == 0 for value in values)
+    opening = "at the same λ, learning rate, seed and split"
+    said = f"runs of `{found.first}` have the score of `{found.second}`"
+    if equal == len(values):
+        return f"{opening} all {equal} {said} (n = {n} seeds)."
     return (
-        f"at the same λ, learning rate, seed and split {equal} of {len(values)} runs of `{found.first}` have the score "
-        f"of `{found.second}`; the others are at most {percent(max(map(abs, values)))} points apart, "
-        f"{percent(found.pairs.estimate.mean, signed=True)} in the mean over all (n = {found.pairs.n} seeds)."
+        f"{opening} {equal} of {len(values)} {said}; the others are at most {percent(max(map(abs, values)))} points "
+        f"apart, {percent(found.pairs.estimate.mean, signed=True)} in the mean over all (n = {n} seeds)."
     )
