@@ -277,7 +277,8 @@ def answered(analyses: Iterable[Analysis]) -> list[str]:
     for analysis in analyses:
         for question in analysis.experiment.questions:
             asked.setdefault(question.text, []).append((analysis, question))
-    lines = ["## Answers", ""]
+    where = "What follows from them, where explicit dropout helps and where not, is said in [the README]"
+    lines = ["## Answers", "", f"{where}(../README.md#what-it-does-for-accuracy).", ""]
     for text, said in asked.items():
         lines += [f"### {text}", ""]
         if said[0][1].same_settings:
