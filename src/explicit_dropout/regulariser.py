@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
-from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term, holders_of
+from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term, holders_of, lengths_of
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding, Tap, projection_of
 from explicit_dropout.hooks.total import Share, Total
@@ -157,6 +157,10 @@ class ExplicitDropout:
         plan = Plan(self._collector, self.model)
         for layer, sites in places:
             holders, merged = holders_of(self.model, layer.path), self.reading == "paper"
+            for holder in holders:
+                lengths = lengths_of(self.model.get_submodule(holder))
+                if lengths is not None:
+                    self._collector.lengths[holder] = lengths
             for noise in dict.fromkeys(self._laws[site.component] for site in sites):
                 own = [site for site in sites if self._laws[site.component] == noise]
                 tap = Tap(layer, noise, self._collector, merged_heads=merged, padding=padding, holders=holders)
@@ -214,6 +218,7 @@ class ExplicitDropout:
         if not forwards:
             raise no_forward(self.model)
         refuse_replaced(self._places)
+        self._refuse_changed(forwards)
         if not self._sharding_known:
             refuse_sharded(self.model, self.sites, self._laws)
             self._sharding_known = True
@@ -251,6 +256,21 @@ class ExplicitDropout:
                 shares += [Share(name, strength, factor, counted, columns, *known) for columns in later]
         return shares
 
+    def _refuse_changed(self, forwards: list[list[Term]]) -> None:
+        """Weights that have changed since a forward pass, which is of no use then: neither its terms nor its graph."""
+        for forward in forwards:
+            for term in forward:
+                if term.version is None:
+                    continue
+                held = projection_of(self._by_name[term.site]).held
+                if held is not None and held._version != term.version:
+                    raise CollectionError(
+                        f"{term.site}: its weight was changed after a forward pass that waits for this call, by a step "
+                        "of the optimiser perhaps. Call the regulariser after every forward pass in train mode, before "
+                        "weights change, or discard() passes that are not to be regularised. The terms of all passes "
+                        "are dropped now."
+                    )
+
     def _weight(self, name: str) -> Tensor:
         site = self._by_name[name]
         weight, _ = projection_of(site).parameters()
@@ -261,6 +281,13 @@ class ExplicitDropout:
                 "the layer was replaced: attach after that."
             )
         return weight
+
+    def discard(self) -> None:
+        """Forget the forward passes since the last call, as if they had been made in eval mode.
+
+        For batches that are skipped and for passes whose loss has no penalty. Schedules stay where they are.
+        """
+        self._collector.take()
 
     def terms(self) -> dict[str, Tensor]:
         """The unweighted J of every site at the last call, detached, by site name: for logging."""

@@ -80,6 +80,11 @@ class Projection:
         """The parameter itself that the module holds now, of which W is a part."""
         return _attribute(self.module, self.weight)
 
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters (of peft) sit on the module, which may be switched between one call of it and the next."""
+        return "base_layer" in self.module._modules
+
     def offset(self) -> Tensor | None:
         """b alone."""
         bias = _attribute(self.module, self.bias)

@@ -10,9 +10,12 @@ same to the compiler however long it is.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +38,8 @@ one that cross-attention looks at where the model is given it (`encoder_hidden_s
 
 Padding = dict[tuple[str, str], Tensor]
 """Masks of real tokens, (batch, token), by the path of the model that was told and by stream."""
+Lengths = Callable[[Tensor], Tensor]
+"""How many tokens convolutions make of sequences of such lengths."""
 Samples = dict[str, int]
 """How many samples models were given, where that is known, by their paths."""
 
@@ -46,7 +51,8 @@ class Term:
     given. A weight that is sharded over ranks has its norms taken when the regulariser is called.
 
     samples: as the layer has them, 0 where it has tokens alone. holders: the models that know better.
-    piece: which term of its firing it is; 0 is the one that every firing leaves, whatever way its penalty was made."""
+    piece: which term of its firing it is; 0 is the one that every firing leaves, whatever way its penalty was made.
+    version: of the weight that it was made with, which changes with every in-place operation; None if unknown."""
 
     site: str
     penalty: Tensor | None
@@ -57,6 +63,7 @@ class Term:
     factor: float = 1.0
     norms: Tensor | None = None
     piece: int = 0
+    version: int | None = None
 
     def count(self, given: Samples) -> None:
         """The samples that models were given, unless the layer cannot be working on parts of them.
@@ -158,6 +165,7 @@ class Collector:
         self.inert = inert
         self.sharded = False  # whether weights are gathered for each layer's call and taken away after it
         self.held: dict[str, Tensor | None] = {}  # the weights of the model itself, by site
+        self.lengths: dict[str, Lengths] = {}  # of sequences of sound, by the model that shortens them
         self.compiled = Slot()
         self.threads = Threads()
 
@@ -198,7 +206,7 @@ class Collector:
             raise CollectionError(
                 f"{MOST_FORWARDS} forward passes in train mode wait for a call of the regulariser, and each keeps its "
                 "graph alive; their terms are dropped now. Call the regulariser once for every backward pass, run "
-                "passes that are not trained on in eval mode or under torch.no_grad(), or remove() it."
+                "passes that are not trained on in eval mode or under torch.no_grad(), discard() them, or remove() it."
             )
         else:
             self.compiled.begin(padding, given)  # for layers that are compiled one by one
@@ -253,6 +261,8 @@ class PaddingMasks:
             mask = real_tokens(call.get(name), alone=alone)
             if mask is not None:
                 found[stream] = mask
+        if "main" in found and not self.has_encoder:
+            found["main"] = found["main"][:, cached(call.get("past_key_values")) :]
         if "main" in found and call.get("encoder_hidden_states") is None:
             found["context"] = found["main"]
         if "main" in found and not self.has_encoder:
@@ -277,6 +287,27 @@ def real_tokens(mask: object, *, alone: bool = False) -> Tensor | None:
         return None
     seen = visible(mask) if mask.is_floating_point() else mask.bool()
     return seen.any(2)[:, 0]
+
+
+def cached(past: Any) -> int:
+    """How many tokens a cache holds that come before those of this call, and that a mask of real tokens has as well."""
+    if isinstance(past, tuple | list) and past:
+        return int(past[0][0].shape[-2])
+    return int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
+
+
+def lengths_of(model: nn.Module) -> Lengths | None:
+    """How a model of transformers shortens sound before its layers see it; None for one that does not."""
+    counting = getattr(model, "_get_feat_extract_output_lengths", None)
+    if counting is None or not is_pretrained(model):
+        return None
+    adapted = "add_adapter" in inspect.signature(counting).parameters  # which comes after the layers
+    return partial(counting, add_adapter=False) if adapted else counting
+
+
+def shortened(mask: Tensor, tokens: int, lengths: Lengths) -> Tensor:
+    """Which tokens are made of real sound, by a mask of what it was before."""
+    return torch.arange(tokens, device=mask.device) < lengths(mask.sum(-1))[:, None]
 
 
 def holders_of(model: nn.Module, path: str) -> tuple[str, ...]:
@@ -307,6 +338,8 @@ class RootBefore:
     def __init__(self, collector: Collector, model: nn.Module) -> None:
         self.collector, self.masks, self.looked = collector, PaddingMasks(model), False
         self.batch_first = True  # whether all layers are
+        self.last: list[tuple[nn.Module, int]] = []
+        """Modules with a hook, and its number, that has to see what they are called with in the end."""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.collector.inert:
@@ -318,6 +351,11 @@ class RootBefore:
             return  # checkpointing runs the model once more, during the backward pass: its terms were taken before
         if not self.looked and not torch.compiler.is_compiling():  # it may be sharded after it was attached to
             self.collector.sharded, self.looked = bool(modules_under_fsdp(model)), True
+        if not torch.compiler.is_compiling():
+            for module, number in self.last:  # others that came later may change the input, or the weight (pruning)
+                hooks = module._forward_pre_hooks
+                if number in hooks and next(reversed(hooks)) != number:
+                    hooks[number] = hooks.pop(number)
         self.collector.begin(self.masks.of(args, kwargs), samples_of((*args, *kwargs.values()), self.batch_first))
 
 
@@ -361,8 +399,13 @@ def first_tensor(arguments: Iterable[object]) -> Tensor | None:
     return None
 
 
+def failed(output: object) -> bool:
+    """Whether an error has cut short the call whose hooks are running now. It has no output then."""
+    return not torch.compiler.is_compiling() and output is None and sys.exc_info()[0] is not None
+
+
 class RootAfter:
-    """After a forward pass of the whole model: its terms are complete. Output None means that an error cut it short."""
+    """After a forward pass of the whole model: its terms are complete, unless it has failed."""
 
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
@@ -371,7 +414,7 @@ class RootAfter:
         del model, args, kwargs
         if self.collector.inert:
             return
-        if not torch.compiler.is_compiling() and output is None:
+        if failed(output):
             self.collector.abandon()
         else:
             self.collector.end()

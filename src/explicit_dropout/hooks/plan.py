@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
-from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore
+from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore, failed
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
 from explicit_dropout.sites import Attention, Layer, Site
@@ -38,9 +37,8 @@ class After:
         self.tidying = [hook for hook in hooks if isinstance(hook, EndHook | RootAfter)]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        failed = not torch.compiler.is_compiling() and output is None
         changed = None
-        for hook in self.tidying if failed else self.hooks:
+        for hook in self.tidying if failed(output) else self.hooks:
             found = hook(module, args, kwargs, output)
             if found is not None:
                 changed = output = found
@@ -126,7 +124,10 @@ class Plan:
         for module, hooks in self.before.items():
             first = module is self.model and bool(module._forward_pre_hooks)
             before = Before(self.collector, hooks)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=first))
+            handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=first)
+            handles.append(handle)
+            if any(isinstance(hook, ColumnsHook | SquaresHook | AttendedHook | InputHook) for hook in hooks):
+                self.root.last.append((module, handle.id))
         for module, hooks in self.after.items():
             # In front of the hooks of sharding wrappers, which take the weights away again. Where there are none, no
             # order is asked for: the compiler of torch 2.11 mixes up hooks that have changed places.

@@ -19,7 +19,7 @@ from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
 from explicit_dropout.hooks.calls import argument_names, named_call, only_input
-from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term
+from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term, shortened
 from explicit_dropout.hooks.products import lowered_input
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site, samples_first
@@ -110,7 +110,8 @@ class Tap:
         if slot.open:
             tokens = x.shape[:-1].numel() if mask is None else mask.sum()
             samples = x.shape[:-2].numel() if x.ndim > 2 else 0
-            term = Term(site.name, penalty, columns, tokens, samples, self.holders, factor, norms, piece)
+            version = self.version(site)
+            term = Term(site.name, penalty, columns, tokens, samples, self.holders, factor, norms, piece, version)
             slot.pending = Chain(term, slot.pending)
 
     def padding(self, x: Tensor, stream: str | None = None) -> Tensor | None:
@@ -123,8 +124,11 @@ class Tap:
         for holder, own in self.streams:
             kind = stream or own
             if (holder, kind) in masks:
+                mask, lengths = masks[holder, kind], self.collector.lengths.get(holder)
+                if lengths is not None and mask.shape[-1] != x.shape[-2]:
+                    mask = shortened(mask, x.shape[-2], lengths)
                 name = f"the {PADDING_ARGUMENTS.get(kind)} of the call of {holder or 'the model'}"
-                return self._checked(masks[holder, kind], x, name)
+                return self._checked(mask, x, name)
         return None
 
     def _checked(self, mask: Tensor | None, x: Tensor, what: str) -> Tensor | None:
@@ -159,14 +163,26 @@ class Tap:
     def norms(self, site: Site) -> Tensor | None:
         """The column norms of a weight that may be another one when the regulariser is called; None if it stays.
 
-        A compiled graph has them as a part of itself; `torch.func.functional_call` lends a model weights for a call.
+        A compiled graph has them as a part of itself, `torch.func.functional_call` lends a model weights for a call,
+        and adapters may be switched.
         """
         if self.collector.sharded:
             return None
         projection = projection_of(site)
-        if not torch.compiler.is_compiling() and projection.held is self.collector.held.get(site.name):
+        if not torch.compiler.is_compiling() and not projection.adapted and self._own(site):
             return None
         return column_norms(projection.parameters()[0])
+
+    def version(self, site: Site) -> int | None:
+        """How often the weight of a site has been changed so far, where that can be told."""
+        if torch.compiler.is_compiling() or self.collector.sharded or not self._own(site):
+            return None
+        held = None if site.projection is None else site.projection.held
+        return None if held is None else held._version
+
+    def _own(self, site: Site) -> bool:
+        """Whether a site has the weight now that it had when the regulariser was attached."""
+        return site.projection is None or site.projection.held is self.collector.held.get(site.name)
 
     def coherently(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
         """The part of a linear layer that its output makes, if the law has it."""
@@ -241,6 +257,12 @@ class SeenHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if self.tap.watching(module):
             observed = self.tap.observed()
+            if self.role in observed.tensors:
+                raise UnsupportedSiteError(
+                    f"{self.tap.path} calls its {self.role} projection more than once in one call of it, so it is not "
+                    "known which scores it makes of that. value and feed_forward have no need of it; or leave the "
+                    "layer out by layers=."
+                )
             observed.tensors[self.role] = only_input(self.tap.path, args, kwargs)
             observed.tensors[self.role + " out"] = output
             if not torch.compiler.is_compiling():

@@ -87,9 +87,9 @@ class Total:
         found = self._kept.get(key)
         if found is None:
             with torch.inference_mode(False):  # kept, and used outside of it as well
-                both = _moved(torch.tensor([numbers, units], dtype=dtype), device)
+                both = _moved(torch.tensor([numbers, units], dtype=dtype, device="cpu"), device)
                 if set(lengths) != {1}:  # spread where it is used: compiled code leaves a number for every token
-                    repeats = _moved(torch.tensor(lengths), device)
+                    repeats = _moved(torch.tensor(lengths, device="cpu"), device)
                     both = both.repeat_interleave(repeats, dim=1, output_size=sum(lengths))
                 found = both[0], both[1]
         kept[key] = found

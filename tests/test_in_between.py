@@ -1,0 +1,296 @@
+"""What happens to a model between its forward pass and the call of the regulariser, and what others hook into it.
+
+Every number is compared with one that is made without such an incident, or by hand.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.testing import assert_close
+
+import explicit_dropout as xd
+from explicit_dropout.errors import CollectionError, UnsupportedSiteError
+from plain import llama, tokens
+
+INVERTED = xd.inverted(0.3)
+LAWS = [xd.paper(0.3), xd.bernoulli(0.3), INVERTED]
+
+
+def layer():
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train()
+
+
+def batch(seed=0):
+    return torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------- weights that change
+
+
+def adapted():
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["v_proj", "up_proj"], init_lora_weights=False))
+    return model.train()
+
+
+def test_a_pass_has_the_adapters_that_it_ran_with():
+    model = adapted()
+    reg = xd.ExplicitDropout(model, INVERTED, value=1.0, feed_forward=1.0)
+    with model.disable_adapter():
+        model(input_ids=tokens())
+        without = reg()
+    model(input_ids=tokens())
+    adapters = reg()
+    assert not torch.isclose(without, adapters)
+    with model.disable_adapter():
+        model(input_ids=tokens())
+    assert_close(reg(), without)
+    with model.disable_adapter():
+        model(input_ids=tokens())
+    model(input_ids=tokens())
+    both = reg()
+    assert_close(both, (without + adapters) / 2)
+    both.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "lora_" in name and "v_proj" in name)
+
+
+@pytest.mark.parametrize("noise", LAWS, ids=str)
+def test_a_weight_that_changed_after_the_pass_is_an_error_and_the_next_pass_is_not(noise):
+    model = layer()
+    reg = xd.ExplicitDropout(model, noise, value=1.0, feed_forward=1.0)
+    model(batch())
+    with torch.no_grad():
+        model.linear1.weight *= 3
+    with pytest.raises(CollectionError, match=r"linear1:feed_forward: its weight was changed after a forward pass"):
+        reg()
+    model(batch())
+    assert reg().isfinite()
+
+
+@pytest.mark.parametrize("noise", LAWS, ids=str)
+def test_a_step_without_its_penalty_is_named_where_it_is_missed(noise):
+    model = layer()
+    reg = xd.ExplicitDropout(model, noise, query_key=1.0, feed_forward=1.0)
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    model(batch()).square().mean().backward()
+    optimiser.step()
+    loss = model(batch()).square().mean()
+    with pytest.raises(CollectionError, match=r"discard\(\) passes that are not to be regularised"):
+        loss + reg()
+
+
+def test_passes_can_be_discarded():
+    model = layer()
+    reg = xd.ExplicitDropout(model, INVERTED, value=1.0, feed_forward=xd.strengths.warm_up(1.0, 4))
+    model(batch())
+    expected = reg()
+    again = xd.ExplicitDropout(layer(), INVERTED, value=1.0, feed_forward=xd.strengths.warm_up(1.0, 4))
+    again.model(batch() * torch.nan)
+    again.discard()
+    assert again.calls == 0
+    again.model(batch())
+    assert_close(again(), expected)
+    again.discard()  # nothing to discard is no error
+    with pytest.raises(CollectionError, match="no training forward pass"):
+        again()
+
+
+# ---------------------------------------------------------------------------------------------- others' hooks
+
+
+def double(module, args):
+    del module
+    return (2 * args[0],)
+
+
+@pytest.mark.parametrize(
+    ("component", "noise"),
+    [
+        ("attended_value", LAWS[0]),  # others need the weights of attention, which this model does not show
+        *((component, law) for component in ("query", "query_key", "value", "feed_forward") for law in LAWS),
+    ],
+    ids=str,
+)
+def test_hooks_that_come_later_change_the_penalty_as_those_that_were_there(component, noise):
+    found = []
+    for early in (True, False):
+        torch.manual_seed(0)
+        model = Attends().train()
+        watched = {"feed_forward": model.fc1, "attended_value": model.out_proj, "value": model.v_proj}
+        module = watched.get(component, model.q_proj)
+        if early:
+            module.register_forward_pre_hook(double)
+        reg = xd.ExplicitDropout(model, noise, **{component: 1.0})
+        if not early:
+            module.register_forward_pre_hook(double)
+        model(batch())
+        penalty = reg()
+        found.append((penalty, *torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True)))
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_close(one, other)
+
+
+@pytest.mark.parametrize("noise", LAWS, ids=str)
+def test_a_layer_may_be_pruned_after_attaching(noise):
+    found = []
+    for early in (True, False):
+        model = layer()
+        if early:
+            prune.l1_unstructured(model.linear1, "weight", 0.5)
+        reg = xd.ExplicitDropout(model, noise, feed_forward=1.0)
+        if not early:
+            prune.l1_unstructured(model.linear1, "weight", 0.5)
+        for _ in range(2):  # the second step has a weight of its own
+            model.zero_grad()
+            (model(batch()).square().mean() + reg()).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert_close(*found)
+
+
+# ---------------------------------------------------------------------------------------------- unusual models
+
+
+class Attends(nn.Module):
+    """Attention and feed-forward layers by their usual names; with a memory, keys are made in two calls."""
+
+    def __init__(self, memory=False):
+        super().__init__()
+        self.num_heads, self.memory = 2, memory
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(16, 16) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.memory:
+            past = x.flip(1)
+            k, v = torch.cat([self.k_proj(past), k], 1), torch.cat([self.v_proj(past), v], 1)
+        heads = [torch.unflatten(part, -1, (2, -1)).transpose(1, 2) for part in (q, k, v)]
+        attended = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        x = x + self.out_proj(attended)
+        return x + self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+def test_a_projection_that_is_called_twice_is_refused_for_scores_and_adds_up_for_values():
+    model = Attends(memory=True).train()
+    reg = xd.ExplicitDropout(model, xd.paper(0.3), query=1.0)
+    with pytest.raises(UnsupportedSiteError, match=r"calls its key projection more than once in one call"):
+        model(batch())
+    reg.remove()
+    reg = xd.ExplicitDropout(model, INVERTED, value=1.0, reduction="sample")
+    x = batch()
+    model(x)
+    columns = x.square().sum((0, 1)) * 2 / len(x)
+    expected = 0.5 * INVERTED.variance * (columns * model.v_proj.weight.square().sum(0)).sum()
+    assert_close(reg(), expected)
+
+
+class Writes(nn.Module):
+    """A model that leaves its output in its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, given):
+        given["out"] = self.layer(given["x"])
+
+
+def test_a_model_that_returns_nothing_has_not_failed():
+    torch.manual_seed(0)
+    model, given = Writes().train(), {"x": batch()}
+    reg = xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+    model(given)
+    penalty = reg()
+    alone = xd.ExplicitDropout(layer(), INVERTED, feed_forward=1.0)
+    alone.model(batch())
+    assert_close(penalty, alone())
+    with pytest.raises(AttributeError):
+        model({"x": None})
+    with pytest.raises(CollectionError, match="no training forward pass"):
+        reg()
+
+
+# ---------------------------------------------------------------------------------------------- masks of other lengths
+
+
+class Seen:
+    """The input of a layer at its last call."""
+
+    def __init__(self, module):
+        self.weight = module.weight
+        module.register_forward_hook(self)
+
+    def __call__(self, module, args, output):
+        del module, output
+        self.x = args[0].detach()
+
+    def penalty(self, real):
+        """½ v Σ_j mean of x_j² over real tokens · ‖W_:j‖²."""
+        columns = self.x[real].square().mean(0)
+        return 0.5 * INVERTED.variance * (columns * self.weight.detach().square().sum(0)).sum()
+
+
+def until(lengths, tokens):
+    return torch.arange(tokens) < torch.tensor(lengths)[:, None]
+
+
+def test_a_mask_of_sound_counts_the_tokens_that_its_model_makes_of_it():
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    torch.manual_seed(0)
+    config = Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(8, 8),
+        conv_kernel=(4, 3), conv_stride=(2, 2), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        feat_extract_norm="layer", apply_spec_augment=False, layerdrop=0.0,
+    )  # fmt: skip
+    model = Wav2Vec2Model(config).train()
+    reg = xd.ExplicitDropout(model, INVERTED, value=1.0, feed_forward=1.0)
+    seen = Seen(model.encoder.layers[0].attention.v_proj)
+    model(torch.randn(2, 64), attention_mask=until([64, 40], 64).long())
+    reg()
+    # (64 − 4) // 2 + 1 = 31, (31 − 3) // 2 + 1 = 15; (40 − 4) // 2 + 1 = 19, (19 − 3) // 2 + 1 = 9
+    assert_close(reg.terms()["encoder.layers.0.attention:value"], seen.penalty(until([15, 9], 15)))
+
+
+def test_a_mask_of_frames_counts_the_tokens_of_whisper_and_what_its_decoder_looks_at():
+    from transformers import WhisperConfig, WhisperModel
+
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=8, max_target_positions=16,
+        vocab_size=50, pad_token_id=1, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
+        apply_spec_augment=False,
+    )  # fmt: skip
+    model = WhisperModel(config).train()
+    reg = xd.ExplicitDropout(model, INVERTED, value=1.0)
+    encoder, decoder = model.encoder.layers[0], model.decoder.layers[0]
+    sound, context = Seen(encoder.self_attn.v_proj), Seen(decoder.encoder_attn.v_proj)
+    ids = torch.randint(5, 50, (2, 5))
+    model(input_features=torch.randn(2, 8, 16), attention_mask=until([16, 9], 16).long(), decoder_input_ids=ids)
+    reg()
+    real = until([8, 5], 8)
+    assert_close(reg.terms()["encoder.layers.0.self_attn:value"], sound.penalty(real))
+    assert_close(reg.terms()["decoder.layers.0.encoder_attn:value"], context.penalty(real))
+
+
+def test_a_mask_that_counts_virtual_tokens_as_well_says_which_of_the_others_are_real():
+    from peft import PrefixTuningConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).train()
+    reg = xd.ExplicitDropout(model, INVERTED, value=1.0)
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    path = "base_model.model.layers.0.self_attn"
+    seen = Seen(model.get_submodule(f"{path}.v_proj"))
+    model(input_ids=ids, attention_mask=mask)
+    reg()
+    assert_close(reg.terms()[f"{path}:value"], seen.penalty(mask.bool()))
