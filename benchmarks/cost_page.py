@@ -3,8 +3,9 @@
     python benchmarks/cost_page.py            # rewrite what stands between the page's markers, and its figures
     python benchmarks/cost_page.py --check    # say whether that would change anything
 
-Its text has no measurements in it. They stand in places marked `<!-- begin NAME -->` … `<!-- end NAME -->`, which are
-filled in here. A result that has not been measured says so there, with the command that measures it.
+Measurements stand in places marked `<!-- begin NAME -->` … `<!-- end NAME -->`, which are filled in here. A result that
+has not been measured says so there, with the command that measures it. The text explains some of them, and what it says
+has to be read again when they change: nothing checks it.
 """
 
 from __future__ import annotations

@@ -153,7 +153,10 @@ def commands(found: Source, analysis: Analysis) -> list[str]:
     lines = []
     for row in analysis.rows:
         state = "complete" if row.complete else f"{row.finished} of {row.planned} runs"
-        lines.append(f"{found.continued(row.name)}  # {state}")
+        named = [other for part in found.parts for other in part.analysis.rows if other.name == row.name]
+        finished, planned = (sum(getattr(other, name) for other in named) for name in ("finished", "planned"))
+        others = f"; {finished} of {planned} with the other tables of this file" if finished < planned else ""
+        lines.append(f"{found.continued(row.name)}  # {state}{others if len(named) > 1 else ''}")
     return ["```", *lines, "```", ""]
 
 

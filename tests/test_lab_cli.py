@@ -74,14 +74,20 @@ def test_a_run_can_be_taken_from_the_folder_of_another(tmp_path: Path) -> None:
         (["--data.name", "cifar10"], "cifar-10-binary.tar.gz"),
         (["--training.batch", "4096"], "at most"),
         (["--model.patch", "3"], "a divisor of height and width"),
-        (["--config", "nothing.json"], "the config.json of a run folder"),
+        (["--config", "nothing.json"], "the config.json of a run folder. Got nothing.json: No such file or directory."),
+        (["--config", "."], "the config.json of a run folder. Got .: Is a directory."),
+        (["--config", "empty.json"], "the config.json of a run folder. Got empty.json: it has no 'run'."),
         (["--config", "nothing.json", "--seed", "3"], "the only setting"),
         (["--device", "toaster"], "auto, cpu, cuda"),
         (["--data.augmentation", "autoaugment", "--data.name", "features", "--data.folder", "no.npz"], "no.npz"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_command_that_cannot_be_carried_out_says_why_and_ends_with_2(arguments, words, tmp_path, capsys) -> None:
+def test_a_command_that_cannot_be_carried_out_says_why_and_ends_with_2(
+    arguments, words, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.json").write_text("{}")
     given = [
         *([] if arguments[0] == "--config" else SMALL[:-4]),
         *arguments,

@@ -14,7 +14,7 @@ import pytest
 
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.engines import Options, choose
-from explicit_dropout.lab.engines.local import Local, gpus_to_deal
+from explicit_dropout.lab.engines.local import Local, gpus_to_deal, threads_of
 from explicit_dropout.lab.experiment import Experiment, load_experiments
 from explicit_dropout.lab.report import build
 from explicit_dropout.lab.store import Store
@@ -206,6 +206,22 @@ def test_slurm_gets_one_array_of_jobs_with_the_parameters_given(tmp_path, monkey
         "job-name=explicit-dropout",
     ):
         assert f"#SBATCH --{line}\n" in asked
+
+
+def test_where_there_is_no_slurm_nothing_runs_on_this_machine_instead(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match=r"where Slurm is; cluster=local does without it\. Got no srun"):
+        carry_out(choose("submitit", Options(slurm={"partition": "gpu"})), Store(tmp_path / "results"))
+
+
+def test_workers_share_the_cores_and_heed_the_limit_of_threads(monkeypatch):
+    monkeypatch.setattr("explicit_dropout.lab.engines.local.cores", lambda: 8)
+    for limit, expected in ((None, 4), ("1", 1), ("3", 3), ("16", 4), ("many", 4), ("0", 4)):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if limit is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", limit)
+        assert threads_of(2) == expected
+    assert threads_of(20) == 1
 
 
 @pytest.mark.parametrize("slurm", [{"cluster": "nonsense"}, {"cluster": "local", "timeout_min": "soon"}])

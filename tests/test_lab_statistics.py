@@ -13,6 +13,7 @@ from scipy import stats
 
 from explicit_dropout import InputError
 from explicit_dropout.lab.config import Data, Run, Training
+from explicit_dropout.lab.report.tables import tables
 from explicit_dropout.lab.statistics import Estimate, analyse, differences, edges, grids, holm, repetition
 from explicit_dropout.lab.store import SPREAD
 from synthetic_sweep import experiment
@@ -185,6 +186,9 @@ def test_a_diverged_run_counts_with_the_score_that_it_has():
     found = analyse(made, results)["none+implicit"]
     assert found.test.values == (0.1, 0.9, 0.9)
     assert found.diverged == 1
+    shown, *_, grid = tables(made, results)
+    assert {line["row"]: line["runs"] for line in shown.rows}["none+implicit"] == "3 of 3, 1 diverged"
+    assert grid.rows[0]["n"] == "3 of 3, 1 diverged"
 
 
 def test_rows_say_how_far_they_are():
@@ -198,7 +202,7 @@ def test_rows_say_how_far_they_are():
     assert (missing.state, missing.test.mean, missing.failed) == ("1 of 3 runs failed", None, 1)
     assert analyse(made, done)["explicit_v+explicit"].state == "not run"
     begun = [run.key for run in made.runs if run.seed == 1]
-    assert analyse(made, done, failed, begun)["explicit_v+explicit"].state == "under way"
+    assert analyse(made, done, failed, begun)["explicit_v+explicit"].state == "begun"
     assert (found.finished, found.planned, found.failed, found.complete) == (2, 6, 1, False)
     complete = analyse(made, [scored(run, 0.8) for run in made.runs])
     assert complete.complete

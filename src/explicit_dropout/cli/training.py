@@ -79,7 +79,9 @@ def read_config(path: Path) -> Run:
     try:
         return Run.from_json(json.loads(path.read_bytes())["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError("config", "the config.json of a run folder", f"{path}: {error}") from error
+        said = error.strerror if isinstance(error, OSError) else f"{error}".rstrip(".")
+        said = f"it has no {error}" if isinstance(error, KeyError) else said
+        raise InputError("config", "the config.json of a run folder", f"{path}: {said}") from error
 
 
 def show(summary: Mapping[str, Any], out: Console) -> None:

@@ -113,6 +113,11 @@ class Configuration:
         return self.estimate("test", self.metric)
 
     @property
+    def diverged(self) -> int:
+        """Finished runs whose loss did not stay finite. They count with the score that they have, if they have one."""
+        return sum(_has_diverged(result, self.metric) for result in self.results)
+
+    @property
     def spread(self) -> bool:
         """Whether the training examples that were scored are spread over the split: in older runs the first were."""
         scored = (result.summary for result in self.results if result.summary.get("train"))
@@ -169,7 +174,7 @@ class Row:
     @property
     def diverged(self) -> int:
         """Finished runs whose loss did not stay finite. They count with the score that they have, if they have one."""
-        return sum(_has_diverged(result, c.metric) for c in self.configurations for result in c.results)
+        return sum(configuration.diverged for configuration in self.configurations)
 
     @property
     def complete(self) -> bool:
@@ -185,14 +190,10 @@ class Row:
 
     @property
     def state(self) -> str:
-        """What to know before the number: "not run", "under way", "3 of 5 seeds", "57 of 80 runs", or nothing."""
+        """What to know before the number: "not run", "begun", "3 of 5 seeds", "57 of 80 runs", or nothing."""
         if not self.finished:
             return (
-                "under way"
-                if self.begun
-                else f"{self.failed} of {self.planned} runs failed"
-                if self.failed
-                else "not run"
+                "begun" if self.begun else f"{self.failed} of {self.planned} runs failed" if self.failed else "not run"
             )
         if self.chosen is None:
             return "no run has a finite score"
@@ -243,7 +244,7 @@ def analyse(
     Args:
         results: (run, summary) or (run, summary, metrics) of finished runs; those that are not part of the experiment
             are left alone.
-        failed, begun: keys of runs that ended with an error, and of runs that are under way.
+        failed, begun: keys of runs that ended with an error, and of runs that have begun.
     """
     planned = {run.key: run for run in experiment.runs}
     found: dict[str, Result] = {}

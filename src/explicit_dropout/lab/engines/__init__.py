@@ -129,7 +129,7 @@ def execute(run: dict[str, Any], store_root: str, execution: dict[str, Any]) -> 
                     folder.write_error(text)
                     where = str(Path("runs") / settings.key / "error.txt")
                 except StoreError:  # a full disk may be why it failed
-                    where = "nowhere, for it could not be written:\n" + text
+                    where = "not written, the disk being what it is" if isinstance(error, StoreError) else text
                 message = f"{type(error).__name__}: {error} (traceback: {where})"
                 return {"kind": "failed", "message": message, "notes": notes}
     except StoreBusyError as error:

@@ -31,7 +31,7 @@ class Local:
             return
         gpus = gpus_to_deal(execution.device, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         count = min(len(runs), self.workers or len(gpus) or cores())
-        threads = execution.threads or max(1, cores() // max(1, count))
+        threads = execution.threads or threads_of(max(1, count))
         places = [gpus[index % len(gpus)] if gpus else None for index in range(count)]
         work = OneByOne(Store(store.root.absolute()), replace(execution, threads=threads))
         share_out([[run] for run in runs], work, places, on_event)
@@ -54,6 +54,12 @@ class OneByOne:
 def cores() -> int:
     """The CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of(workers: int) -> int:
+    """The share of each worker in the cores; no more than OMP_NUM_THREADS says, where it says anything."""
+    share, most = max(1, cores() // workers), os.environ.get("OMP_NUM_THREADS", "")
+    return min(share, int(most)) if most.isdigit() and int(most) else share
 
 
 def gpus_to_deal(device: str, count: int, visible: str | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -72,8 +73,11 @@ class Submitit:
 
     def _executor(self, store: Store) -> Any:
         given = {name.removeprefix("slurm_"): _parsed(value) for name, value in self.slurm.items() if name != "cluster"}
+        cluster = self.slurm.get("cluster", "slurm")
+        if cluster == "slurm" and shutil.which("srun") is None:  # or submitit takes this machine instead
+            raise InputError("slurm", "used where Slurm is; cluster=local does without it", "no srun on this machine")
         try:
-            executor = submitit.AutoExecutor((store.root / "submitit").absolute(), self.slurm.get("cluster"))
+            executor = submitit.AutoExecutor((store.root / "submitit").absolute(), cluster)
             parameters = {name if name in SHARED else f"slurm_{name}": value for name, value in given.items()}
             parameters.setdefault("name", "explicit-dropout")
             if self.workers is not None:

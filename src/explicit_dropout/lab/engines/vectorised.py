@@ -20,7 +20,7 @@ from explicit_dropout.lab import data
 from explicit_dropout.lab.config import Data, Execution, Run
 from explicit_dropout.lab.data import Dataset
 from explicit_dropout.lab.engines import Engine, Event, OnEvent, noting
-from explicit_dropout.lab.engines.local import Local, cores, gpus_to_deal
+from explicit_dropout.lab.engines.local import Local, cores, gpus_to_deal, threads_of
 from explicit_dropout.lab.engines.sharing import share_out
 from explicit_dropout.lab.store import RunFolder, Store
 from explicit_dropout.lab.training.batches import steps_per_epoch
@@ -68,7 +68,7 @@ class Vectorised:
             alone += [run for part in parts for run in program(part, on_event)]
         else:
             count = min(len(places), len(parts))
-            threads = execution.threads or max(1, cores() // count)
+            threads = execution.threads or threads_of(count)
             program = Program(str(store.root.absolute()), replace(execution, threads=threads), self.members)
             alone += share_out(_in_turn(parts), program, places, on_event)
         if alone:

@@ -130,7 +130,6 @@ def part_view(part: Part, anchor: str, store: str) -> dict[str, Any]:
             "baseline": row.name == experiment.baseline,
             "state": row.state if row.finished else "",  # where a number is missing, its cell says so
             "missing": not row.test.n,
-            "diverged": row.diverged,
             "verdict": verdict(row.comparison),
         }
         for cells, row in zip(results.rows, analysis.rows, strict=True)
@@ -208,14 +207,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def progress_bar(planned: int, finished: int, begun: int, failed: int) -> Markup:
-    """Finished, under way and failed as shares of what is planned."""
+    """Finished, begun and failed as shares of what is planned."""
     parts, at = [], 0.0
     for number, kind in ((finished, "finished"), (begun, "begun"), (failed, "failed")):
         share = 100 * number / planned
         if number:
             parts.append(element("rect", x=f"{at:.2f}%", width=f"{share:.2f}%", height=8, class_=kind))
         at += share
-    label = f"{finished} of {planned} runs finished, {begun} under way, {failed} failed"
+    label = f"{finished} of {planned} runs finished, {begun} begun, {failed} failed"
     return element("svg", *parts, class_="progress", width="100%", height=8, role="img", aria_label=label)
 
 

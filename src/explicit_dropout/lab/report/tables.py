@@ -100,7 +100,9 @@ def _result(analysis: Analysis, row: Row) -> dict[str, str]:
         "learning_rate": MISSING,
         "others": "",
         "validation": measured(row.validation),
-        "runs": f"{row.finished} of {row.planned}" + (f", {row.failed} failed" if row.failed else ""),
+        "runs": f"{row.finished} of {row.planned}"
+        + (f", {row.diverged} diverged" if row.diverged else "")
+        + (f", {row.failed} failed" if row.failed else ""),
     }
     if comparison is not None:
         cells["difference"] = percent(comparison.difference.mean, signed=True)
@@ -197,7 +199,8 @@ def configurations_table(analysis: Analysis) -> Table:
                     "validation": measured(configuration.validation),
                     "test": measured(configuration.test),
                     "paper": MISSING if (paper := paper_cell(analysis, configuration)) is None else quoted(paper),
-                    "n": f"{configuration.validation.n} of {configuration.planned}",
+                    "n": f"{configuration.validation.n} of {configuration.planned}"
+                    + (f", {configuration.diverged} diverged" if configuration.diverged else ""),
                     "selected": "selected" if configuration is row.chosen else "",
                 }
             )
