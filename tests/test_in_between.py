@@ -176,18 +176,28 @@ class Attends(nn.Module):
         return x + self.fc2(nn.functional.gelu(self.fc1(x)))
 
 
-def test_a_projection_that_is_called_twice_is_refused_for_scores_and_adds_up_for_values():
+@pytest.mark.parametrize("component", ["query", "key", "query_key"])
+@pytest.mark.parametrize("noise", LAWS, ids=str)
+def test_scores_of_a_projection_that_is_called_twice_are_refused(component, noise):
     model = Attends(memory=True).train()
-    reg = xd.ExplicitDropout(model, xd.paper(0.3), query=1.0)
-    with pytest.raises(UnsupportedSiteError, match=r"calls its key projection more than once in one call"):
+    xd.ExplicitDropout(model, noise, **{component: 1.0})
+    with pytest.raises(UnsupportedSiteError, match=rf":{component}: the model calls its key projection more than once"):
         model(batch())
-    reg.remove()
+
+
+def test_values_of_a_projection_that_is_called_twice_add_up_and_attended_ones_are_what_they_are():
+    model, x = Attends(memory=True).train(), batch()
     reg = xd.ExplicitDropout(model, INVERTED, value=1.0, reduction="sample")
-    x = batch()
     model(x)
     columns = x.square().sum((0, 1)) * 2 / len(x)
     expected = 0.5 * INVERTED.variance * (columns * model.v_proj.weight.square().sum(0)).sum()
     assert_close(reg(), expected)
+    reg.remove()
+    reg = xd.ExplicitDropout(model, xd.paper(0.3), attended_value=1.0, reduction="sample")
+    seen = Seen(model.out_proj)
+    model(x)
+    attended = seen.x - model.v_proj.bias
+    assert_close(reg(), 0.5 * 0.3**2 * attended.square().sum() / len(x))
 
 
 class Writes(nn.Module):

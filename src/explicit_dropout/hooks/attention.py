@@ -100,6 +100,7 @@ class AttentionCall:
         self.tap, self.attention, self.output = tap, attention, output
         observed = tap.observed()
         self.call, self.seen, self.versions = observed.call, observed.tensors, observed.versions
+        self.repeated = observed.repeated
         self.x, self.context, self.values = (self._input(role) for role in ("query", "key", "value"))
         self.pairs: Pairs | None = None
 
@@ -117,6 +118,7 @@ class AttentionCall:
 
     def _projected(self, role: str) -> Tensor:
         """What the query or key projection has made, as it made it."""
+        self._refuse_repeated(role)
         output = self._present(self.seen.get(role + " out"), role)
         if not torch.compiler.is_compiling() and output._version != self.versions.get(role, output._version):
             raise UnsupportedSiteError(
@@ -124,6 +126,13 @@ class AttentionCall:
                 "Let it write a new tensor instead, or use value or feed_forward here"
             )
         return self.by_sample(output)
+
+    def _refuse_repeated(self, role: str) -> None:
+        if role in self.repeated:
+            raise UnsupportedSiteError(
+                f"the model calls its {role} projection more than once in one call, and what it makes of that is not "
+                "known. Use value or feed_forward here, or leave the layer out by layers="
+            )
 
     def _sides(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as their projections made them.
@@ -295,6 +304,8 @@ class AttentionCall:
         return None if self.attention.rotary is None else self.attention.rotary(self.attention, self.call)
 
     def _attended_value(self, site: Site) -> None:
+        if self.tap.noise.variance:
+            self._refuse_repeated("value")
         if self._attended_by_kernel(site):
             return
         attention, tap = self.attention, self.tap

@@ -100,6 +100,7 @@ class Observed:
     def __init__(self, call: Mapping[str, Any]) -> None:
         self.call = call
         self.tensors: dict[str, Tensor] = {}
+        self.repeated: set[str] = set()  # projections that were called more than once
         self.done: set[str] = set()  # sites whose term is there already
         self.versions: dict[str, int] = {}  # of the outputs among them, which change with every in-place operation
 

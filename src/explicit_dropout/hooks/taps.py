@@ -258,11 +258,7 @@ class SeenHook:
         if self.tap.watching(module):
             observed = self.tap.observed()
             if self.role in observed.tensors:
-                raise UnsupportedSiteError(
-                    f"{self.tap.path} calls its {self.role} projection more than once in one call of it, so it is not "
-                    "known which scores it makes of that. value and feed_forward have no need of it; or leave the "
-                    "layer out by layers=."
-                )
+                observed.repeated = {*observed.repeated, self.role}
             observed.tensors[self.role] = only_input(self.tap.path, args, kwargs)
             observed.tensors[self.role + " out"] = output
             if not torch.compiler.is_compiling():
