@@ -325,6 +325,7 @@ class Site:
         shape: (out, in) of its projection.
         heads, key_heads: numbers of heads, where it has any.
         cross: whether it belongs to cross-attention.
+        name: path and component, which together are unique.
     """
 
     layer: int
@@ -334,12 +335,12 @@ class Site:
     heads: int | None = None
     key_heads: int | None = None
     cross: bool = False
+    name: str = field(repr=False, init=False)
     source: Layer = field(repr=False, kw_only=True)
     projection: Projection | None = field(repr=False, kw_only=True, default=None)
 
-    @property
-    def name(self) -> str:
-        return f"{self.path}:{self.component}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{self.path}:{self.component}")
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -428,6 +429,9 @@ def _length(rows: slice, size: int) -> int:
 
 def _attribute(module: nn.Module, dotted: str) -> Tensor | None:
     value: Any = module
-    for name in dotted.split("."):
-        value = getattr(value, name, None)
+    if "." in dotted:  # hooks ask at every call, and nearly all names are plain
+        for name in dotted.split("."):
+            value = getattr(value, name, None)
+    else:
+        value = getattr(module, dotted, None)
     return value if isinstance(value, Tensor) else None

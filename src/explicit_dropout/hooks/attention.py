@@ -14,7 +14,7 @@ from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
 from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, lowered_input
-from explicit_dropout.hooks.taps import Tap, by_sample
+from explicit_dropout.hooks.taps import Tap, TapHook, by_sample
 from explicit_dropout.kernels.plain import wide
 from explicit_dropout.sites import Attention, Pairs, Projection, Site, samples_first
 from explicit_dropout.weights import is_sharded
@@ -22,14 +22,15 @@ from explicit_dropout.weights import is_sharded
 Rotation = Callable[[Tensor], Tensor]
 
 
-class AttendedHook:
+class AttendedHook(TapHook):
     """Before the output projection: keep A V, and take its energy as it passes through, where that is all there is.
 
     Not after it: what a compiler finds used later once more, it keeps.
     """
 
     def __init__(self, tap: Tap, attention: Attention, site: Site) -> None:
-        self.tap, self.attention, self.site = tap, attention, site
+        super().__init__(tap)
+        self.attention, self.site = attention, site
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.tap.watching(module):
@@ -44,14 +45,15 @@ class AttendedHook:
         return with_input(call.by_sample(passed), args, kwargs)
 
 
-class SquaresHook:
+class SquaresHook(TapHook):
     """Before a query or key projection: the column energies of its input, sample by sample, where kernels take them.
 
     In causal order it is the input itself that they take, in the precision in which the projection keeps it.
     """
 
     def __init__(self, tap: Tap, attention: Attention, roles: list[str]) -> None:
-        self.tap, self.attention, self.roles = tap, attention, roles
+        super().__init__(tap)
+        self.attention, self.roles = attention, roles
         self.plain = is_plain_linear(getattr(attention, roles[0]).module)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,11 +77,12 @@ class SquaresHook:
         return with_input(passed, args, kwargs)
 
 
-class AttentionHook:
+class AttentionHook(TapHook):
     """After attention: the penalties of its scores and of its output, from what the other hooks have kept."""
 
     def __init__(self, tap: Tap, attention: Attention, sites: list[Site]) -> None:
-        self.tap, self.attention, self.sites = tap, attention, sites
+        super().__init__(tap)
+        self.attention, self.sites = attention, sites
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         del args, kwargs

@@ -70,7 +70,11 @@ class Term:
 
         Windows of images are parts, and so are all tokens in one row.
         """
-        known = next((given[holder] for holder in (*self.holders, "") if holder in given), 0)
+        known = 0
+        for holder in (*self.holders, ""):
+            if holder in given:
+                known = given[holder]
+                break
         if known and self.samples % known == 0:
             self.samples = known
         self.samples = max(self.samples, 1)
@@ -176,8 +180,11 @@ class Collector:
 
     def slot(self) -> Slot:
         """Where a layer's hook works: that of compiled code where this layer is an eager part of a compiled model."""
-        own = self.own()
-        return self.compiled if self.compiled.opened_compiled and not own.open else own
+        compiled = self.compiled
+        if torch.compiler.is_compiling():
+            return compiled
+        own: Slot = self.threads.slot
+        return compiled if compiled.opened_compiled and not own.open else own
 
     def padding(self) -> Padding:
         """The masks of the forward pass; in another thread, such as one that recomputes layers, of the last one."""

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from explicit_dropout import kernels
 from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, product_and_bias
-from explicit_dropout.hooks.taps import Tap, by_sample, projection_of
+from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, projection_of
 from explicit_dropout.sites import Site
 
 
-class ColumnsHook:
+class ColumnsHook(TapHook):
     """Before a projection: the column energies of its input, where kernels take them as it passes through."""
 
     def __init__(self, tap: Tap, site: Site) -> None:
-        self.tap, self.site = tap, site
+        super().__init__(tap)
+        self.site = site
         self.plain = is_plain_linear(projection_of(site).module)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -44,11 +45,12 @@ class ColumnsHook:
         return passed
 
 
-class LinearHook:
+class LinearHook(TapHook):
     """After a projection: the penalty of a value or feed-forward site, as far as no hook before it has taken it."""
 
     def __init__(self, tap: Tap, site: Site) -> None:
-        self.tap, self.site = tap, site
+        super().__init__(tap)
+        self.site = site
         self.untouched: bool | None = None
         """Whether the model leaves the projection's output as it is; unknown before the first forward pass."""
 

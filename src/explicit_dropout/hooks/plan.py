@@ -13,6 +13,9 @@ from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
 from explicit_dropout.sites import Attention, Layer, Site
 
+TIDYING = EndHook, RootAfter
+"""Hooks that have to run after a call that failed, too."""
+
 
 class Before:
     """Hooks before the call of a module, as one."""
@@ -34,7 +37,7 @@ class After:
 
     def __init__(self, collector: Collector, hooks: list[Any]) -> None:
         self.collector, self.hooks = collector, hooks
-        self.tidying = [hook for hook in hooks if isinstance(hook, EndHook | RootAfter)]
+        self.tidying = [hook for hook in hooks if isinstance(hook, TIDYING)]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         changed = None
@@ -123,7 +126,7 @@ class Plan:
         self._after(self.model, RootAfter(self.collector))
         for module, hooks in self.before.items():
             first = module is self.model and bool(module._forward_pre_hooks)
-            before = Before(self.collector, hooks)
+            before = hooks[0] if len(hooks) == 1 else Before(self.collector, hooks)
             handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=first)
             handles.append(handle)
             if any(isinstance(hook, ColumnsHook | SquaresHook | AttendedHook | InputHook) for hook in hooks):
@@ -132,6 +135,7 @@ class Plan:
             # In front of the hooks of sharding wrappers, which take the weights away again. Where there are none, no
             # order is asked for: the compiler of torch 2.11 mixes up hooks that have changed places.
             first = bool(module._forward_hooks)
-            after = After(self.collector, hooks)
-            handle = module.register_forward_hook(after, with_kwargs=True, prepend=first, always_call=True)
+            alone = len(hooks) == 1 and not isinstance(hooks[0], TIDYING)
+            after = hooks[0] if alone else After(self.collector, hooks)
+            handle = module.register_forward_hook(after, with_kwargs=True, prepend=first, always_call=not alone)
             handles.append(handle)

@@ -169,20 +169,21 @@ class Tap:
         if self.collector.sharded:
             return None
         projection = projection_of(site)
-        if not torch.compiler.is_compiling() and not projection.adapted and self._own(site):
+        if not torch.compiler.is_compiling() and not projection.adapted and self._own(site) is not None:
             return None
         return column_norms(projection.parameters()[0])
 
     def version(self, site: Site) -> int | None:
         """How often the weight of a site has been changed so far, where that can be told."""
-        if torch.compiler.is_compiling() or self.collector.sharded or not self._own(site):
+        if torch.compiler.is_compiling() or self.collector.sharded:
             return None
-        held = None if site.projection is None else site.projection.held
+        held = self._own(site)
         return None if held is None else held._version
 
-    def _own(self, site: Site) -> bool:
-        """Whether a site has the weight now that it had when the regulariser was attached."""
-        return site.projection is None or site.projection.held is self.collector.held.get(site.name)
+    def _own(self, site: Site) -> Tensor | None:
+        """The weight of a site, if it is the one that it had when the regulariser was attached."""
+        held = None if site.projection is None else site.projection.held
+        return held if held is self.collector.held.get(site.name) else None
 
     def coherently(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
         """The part of a linear layer that its output makes, if the law has it."""
@@ -209,22 +210,27 @@ class Tap:
             raise UnsupportedSiteError(f"{site.name}: {error}") from error
 
 
-class BeginHook:
-    """Before a layer is called: keep the arguments that its penalties depend on."""
+class TapHook:
+    """A hook of one layer. It is found by its collector, on whatever module it sits."""
 
     def __init__(self, tap: Tap) -> None:
         self.tap = tap
+
+    @property
+    def collector(self) -> Collector:
+        return self.tap.collector
+
+
+class BeginHook(TapHook):
+    """Before a layer is called: keep the arguments that its penalties depend on."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.tap.watching(module):
             self.tap.begin(args, kwargs)
 
 
-class EndHook:
+class EndHook(TapHook):
     """After a layer was called, or has failed: forget its arguments."""
-
-    def __init__(self, tap: Tap) -> None:
-        self.tap = tap
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         del module, args, kwargs, output
@@ -248,11 +254,12 @@ def by_sample(tap: Tap, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return x, mask
 
 
-class SeenHook:
+class SeenHook(TapHook):
     """On a projection inside attention: keep its input and output until the attention is done."""
 
     def __init__(self, tap: Tap, role: str) -> None:
-        self.tap, self.role = tap, role
+        super().__init__(tap)
+        self.role = role
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if self.tap.watching(module):
@@ -265,11 +272,12 @@ class SeenHook:
                 observed.versions[self.role] = output._version
 
 
-class InputHook:
+class InputHook(TapHook):
     """Before a module inside attention (output projection, dropout of weights): keep its input."""
 
     def __init__(self, tap: Tap, role: str) -> None:
-        self.tap, self.role = tap, role
+        super().__init__(tap)
+        self.role = role
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.tap.watching(module):
