@@ -39,6 +39,7 @@ COMMANDS = {
     "augmentation-h200": "python benchmarks/augmentation.py --output results/benchmarks/augmentation-h200",
     "functional-cpu": "python benchmarks/functional.py --output results/benchmarks/functional-cpu",
     "functional-h200": "python benchmarks/functional.py --device cuda --output results/benchmarks/functional-h200",
+    "overhead-cpu": "python benchmarks/overhead.py --output results/benchmarks/overhead-cpu",
     "vectorised-cpu": "python benchmarks/vectorised.py --output results/benchmarks/vectorised-cpu",
 }  # fmt: skip
 STEPS = ("step-time-h200", "step-time-cpu")
@@ -237,6 +238,15 @@ def total(profile: dict[str, Any], pattern: str) -> float:
     return sum(kernel["ms"] for kernel in profile["kernels"] if re.search(pattern, kernel["name"]))
 
 
+def overhead(results: dict[str, Any]) -> str:
+    """What a site costs on the CPU, whatever its tensors."""
+    result = results["overhead-cpu"]
+    if result is None:
+        return missing("overhead-cpu")
+    lines = [[row["treatment"], f"{row['microseconds']:.0f} ± {row['spread'] / 2:.0f}"] for row in result["rows"]]
+    return f"{machine(result)}.\n\n" + table(["", "µs for each site"], lines)
+
+
 # ---------------------------------------------------------------------------------------------- growth, training loop
 
 
@@ -403,6 +413,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step-time-cpu": steps("step-time-cpu"),
     "floor": floors,
     "added": added,
+    "overhead-cpu": overhead,
     "growth-h200": curves("growth-h200"),
     "growth-cpu": curves("growth-cpu"),
     "trainer-h200": trainer,

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import cost_page
 import growth
+import overhead
 import plot
 import pytest
 import step_time
@@ -403,3 +404,36 @@ def test_the_page_has_rows_for_new_results(step_results, growth_results):
     assert "Not measured yet: `python benchmarks/trainer.py" in text
     assert re.search(r"V\+FF, AV\+FF take at most 1.03 × \| \d of 1 ", text)
     assert text == cost_page.filled(text, results)
+
+
+# ---------------------------------------------------------------------------------------------- what a site costs
+
+
+def test_an_empty_function_of_autograd_takes_part_in_a_step_and_adds_nothing():
+    plain, hooked = tiny(), tiny()
+    penalty = overhead.Bare(function=True).attach(hooked)
+    for model in (plain, hooked):
+        loss = model(**TINY["ViT"].batch).loss
+        (loss if model is plain else loss + penalty()).backward()
+    fc2 = [name for name, _ in plain.named_parameters() if name.endswith("fc2.weight")]
+    assert fc2
+    gradients = dict(hooked.named_parameters())
+    assert all(gradients[name].grad.abs().max() == 0 for name in fc2)  # its gradients are the empty ones
+    assert torch.equal(dict(plain.named_parameters())["classifier.weight"].grad, gradients["classifier.weight"].grad)
+
+
+def test_what_a_site_costs_is_the_time_that_a_step_takes_longer_over_its_sites(monkeypatch, tmp_path, capsys):
+    found = {"none_seconds": 0.010, "time_ratio": 1.36, "ratio_spread": 0.036, "turns": 5}
+    monkeypatch.setattr(overhead, "beside", lambda *_: found)
+    monkeypatch.setattr(overhead, "HOST", TINY["ViT"])
+    monkeypatch.setattr(overhead, "CASES", {"V+FF paper": TREATMENTS["V+FF paper"]})
+    threads = torch.get_num_threads()
+    try:
+        overhead.main(["--output", str(tmp_path / "overhead")])
+    finally:
+        torch.set_num_threads(threads)
+    result = json.loads((tmp_path / "overhead.json").read_text())
+    assert result["sites"] == 3 * LAYERS
+    assert result["rows"][0]["microseconds"] == pytest.approx(0.36 * 1e4 / (3 * LAYERS))
+    assert "| V+FF paper | 600 | 30 | 1.36 |" in capsys.readouterr().out
+    assert "600 ± 30" in cost_page.overhead({"overhead-cpu": result})

@@ -169,7 +169,8 @@ class AttentionCall:
                 mask = tap.padding(x)
             if context_mask is None:
                 context_mask = tap.padding(context, "context" if attention.cross else None)
-            self.pairs = replace(found, mask=mask, context_mask=context_mask)
+            known = mask is found.mask and context_mask is found.context_mask
+            self.pairs = found if known else replace(found, mask=mask, context_mask=context_mask)
         return self.pairs
 
     def penalise(self, site: Site) -> None:

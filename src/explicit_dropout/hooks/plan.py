@@ -11,7 +11,7 @@ from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, Square
 from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore, failed
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
-from explicit_dropout.sites import Attention, Layer, Site
+from explicit_dropout.sites import SCORES, Attention, Layer, Site
 
 TIDYING = EndHook, RootAfter
 """Hooks that have to run after a call that failed, too."""
@@ -92,6 +92,8 @@ class Plan:
         self._before(attention.module, BeginHook(tap))
         if attention.inputs is None:
             roles = {"query": attention.query, "key": attention.key, "value": attention.value}
+            if all(site.component in SCORES for site in at_attention):  # of which values are no part
+                del roles["value"]
             for role, projection in roles.items():
                 self._after(projection.module, SeenHook(tap, role))
             if tap.noise.variance:
