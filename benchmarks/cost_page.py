@@ -105,7 +105,7 @@ def summary(results: dict[str, Any]) -> str:
             if set(shown) & set(found):
                 place = "CPU" if name.endswith("cpu") else result["environment"]["device"].removeprefix("NVIDIA ")
                 lines.append([f"{place}: {model}", mode, *times, " / ".join(memory)])
-    return table(["model", "mode", *shown, "memory of both V+FF"], lines)
+    return table(["model", "mode", *shown, "memory, V+FF paper / inverted"], lines)
 
 
 def cells_of(result: dict[str, Any] | None) -> list[tuple[str, str]]:

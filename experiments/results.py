@@ -74,7 +74,7 @@ def source(name: str, root: Path) -> Source:
 CHOICES = ("recipe", "strength", "strength_gtzan")
 """Experiments that choose settings, by validation alone: their test numbers are not shown."""
 
-TABLES = ("table1", "table2", "table3", "table4", "table5", "rates", "label_noise", "noise")
+TABLES = ("table1", "table2", "table3", "table4", "table5", "rates", "label_noise", "noise", "few_images")
 
 
 def page(root: Path) -> str:
@@ -86,10 +86,12 @@ def page(root: Path) -> str:
         "<!-- Made by `python experiments/results.py` from results/. Do not edit. -->",
         "",
         "The paper's tables beside ours, on real data, as far as they have been run. The runs are in `results/`, and "
-        "`python experiments/results.py` makes this page of them; each row's command makes its runs, or goes on. "
-        "[Reports](report.md) says how the numbers are made: settings are chosen on validation data, ± is a standard "
-        "deviation over n repetitions, differences are paired, intervals are Student's at 95 %, p-values are adjusted "
-        "by Holm's method over the comparisons of a question or the rows of a table. Where a number is missing the "
+        "`python experiments/results.py` makes this page of them; the command beside a row makes or continues its "
+        "runs. [Reports](report.md) says how the numbers are made: settings are chosen on validation data, ± is a "
+        "standard deviation over n repetitions, differences are paired, intervals are Student's at 95 %, p-values are "
+        "adjusted by Holm's method. The same difference can have two of them: under *Answers* adjusted for the few "
+        "comparisons of its question, which decide what is called better and worse, and in a table for all of its "
+        "rows. Where a number is missing the "
         "cell says so. Numbers of the paper stand in columns that say paper, and nowhere else.",
         "",
         "A row is what is done to attention + what is done to feed-forward layers: `none+none` has no regulariser, "
@@ -115,7 +117,7 @@ def page(root: Path) -> str:
 
 
 def overview(sources: Iterable[Source]) -> list[str]:
-    lines = ["| experiment | runs finished | rows with n ≥ 5 | goes on by |", "| --- | ---: | ---: | --- |"]
+    lines = ["| experiment | runs finished | rows with n ≥ 5 | to continue |", "| --- | ---: | ---: | --- |"]
     for found in sources:
         for part in found.parts:
             analysis = part.analysis
@@ -253,7 +255,8 @@ def strength_tables(analysis: Analysis) -> Iterator[Table]:
     yield Table(
         name,
         shown,
-        "Validation accuracy in % (n). Columns are λ of the mean over tokens that is the same penalty.",
+        "Validation accuracy in % (n). Columns: λ for a mean over tokens. Rows of token sums had this value divided by "
+        "the number of tokens.",
         columns,
         filled(lambda c: f"{measured(c.validation)} ({c.validation.n})"),
     )
@@ -280,8 +283,8 @@ def answered(analyses: Iterable[Analysis]) -> list[str]:
     for analysis in analyses:
         for question in analysis.experiment.questions:
             asked.setdefault(question.text, []).append((analysis, question))
-    where = "What follows from them, where explicit dropout helps and where not, is said in [the README]"
-    lines = ["## Answers", "", f"{where}(../README.md#what-it-does-for-accuracy).", ""]
+    where = "Where explicit dropout helps and where not is said in words in the README, *What it does for accuracy*."
+    lines = ["## Answers", "", where, ""]
     for text, said in asked.items():
         lines += [f"### {text}", ""]
         if said[0][1].same_settings:
@@ -368,10 +371,13 @@ SUMMARISED = {
 COLUMNS = {
     "table1": "CIFAR-10", "label_noise_40": "CIFAR-10, 40 % label noise", "table2": "CIFAR-100",
     "table3": "THUMOS14-I3D", "table4": "GTZAN-YAMNet",
+    "few_images_0": "300 digits", "few_images_40": "300 digits, 40 % label noise",
 }  # fmt: skip
 """Experiments of the summary."""
-FILES = {name: name for name in COLUMNS} | {"label_noise_40": "label_noise"}
+FILES = {name: name if name.startswith("table") else name.rpartition("_")[0] for name in COLUMNS}
 """Where they are."""
+COMPARED = "explicit_v+explicit"
+"""The row of the summary whose differences to others are shown."""
 MARKS = "<!-- begin results -->", "<!-- end results -->"
 
 
@@ -379,7 +385,7 @@ def reductions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
     """How the experiments of the summary average J."""
     cifar = modules["table1"].REDUCTION
     others = {"table3": modules["table3"].REDUCTION, "table4": modules["table4"].REDUCTIONS[0]}
-    return {"table1": cifar, "label_noise_40": cifar, "table2": cifar, **others}
+    return {**dict.fromkeys(COLUMNS, "token"), "table1": cifar, "label_noise_40": cifar, "table2": cifar, **others}
 
 
 def row_of(analysis: Analysis, name: str) -> Row | None:
@@ -399,22 +405,17 @@ def summary(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> 
     return "\n".join(lines)
 
 
-def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> Iterator[str]:
-    """Rows of explicit dropout against stochastic dropout and against nothing, where there are five pairs."""
+def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> str:
+    """One row of explicit dropout against stochastic dropout and against nothing, where there are five pairs."""
+    lines = ["| | against `nn.Dropout` | against no regulariser | n |", "|---|---|---|---|"]
     for name, dataset in COLUMNS.items():
-        for words, base in SUMMARISED.items():
-            if not words.startswith("explicit, "):
-                continue
-            row, said = named(base, reduction=reductions[name]), []
-            if row_of(analyses[name], row) is None:
-                continue
-            for other, against in ((BASELINE, "`nn.Dropout`"), ("none+none", "no regulariser")):
-                found = pairs(analyses[name], row, other)
-                if found.n >= ENOUGH:
-                    estimate = found.estimate
-                    said.append(f"{percent(estimate.mean, signed=True)} {interval(estimate, signed=True)} to {against}")
-            if said:
-                yield f"- {dataset}, {words.removeprefix('explicit, ')}: {', '.join(said)}."
+        row = named(COMPARED, reduction=reductions[name])
+        found = [pairs(analyses[name], row, other) for other in (BASELINE, "none+none")]
+        if min(each.n for each in found) >= ENOUGH:
+            estimates = (each.estimate for each in found)
+            cells = [f"{percent(e.mean, signed=True)} {interval(e, signed=True)}" for e in estimates]
+            lines.append(f"| {dataset} | {' | '.join(cells)} | {min(each.n for each in found)} |")
+    return "\n".join(lines)
 
 
 def readme(root: Path) -> str:
@@ -425,10 +426,9 @@ def readme(root: Path) -> str:
     text = (root / "README.md").read_text(encoding="utf-8")
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    made = "\n".join([
-        summary(analyses, averaged), "", "Paired differences in points, with 95 % intervals:", "",
-        *compared(analyses, averaged),
-    ])  # fmt: skip
+    words = next(words for words, row in SUMMARISED.items() if row == COMPARED).removeprefix("explicit, ")
+    title = f"Explicit dropout of {words} layers, paired differences in points with 95 % intervals:"
+    made = "\n\n".join([summary(analyses, averaged), title, compared(analyses, averaged)])
     return f"{before}{MARKS[0]}\n\n{made}\n\n{MARKS[1]}{after}"
 
 

@@ -223,6 +223,7 @@ BAD = {
     ("verify", "timm:vit_tinyy_patch16_224"): "such as vit_tiny_patch16_224",
     ("verify", "hf:berrt"): "such as bert",
     ("verify", "torch:Nonsense(3)"): "a class of torch.nn",
+    ("verify", "torch:TransformerEncoderlayer(32, 4)"): "a class of torch.nn, such as TransformerEncoderLayer",
     ("verify", "torch:Transformer(d_model=__import__('os'))"): "a class of torch.nn. Got __import__",
     ("verify", "torch:Transformer(d_model=[].__class__)"): "literals and constructors of torch.nn",
     ("verify", "torch:TransformerEncoderLayer(16, 5)"): "divisible by num_heads",

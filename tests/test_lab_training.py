@@ -316,7 +316,7 @@ def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_written(tmp_path
         device, words = "cuda", "no GPU on this machine"
     with pytest.raises(InputError, match=words):
         trained(RUN, tmp_path, Execution(device=device))
-    with pytest.raises(InputError, match=r"execution\.device"):
+    with pytest.raises(InputError, match=r"`device` must be auto"):
         trained(RUN, tmp_path, Execution(device="toaster"))
     with pytest.raises(InputError, match="CUDA graphs need a GPU"):
         trained(RUN, tmp_path, Execution(device="cpu", cuda_graphs=True))

@@ -146,9 +146,12 @@ def test_the_equation_table_names_functions_that_exist():
 
 
 def test_links_between_documents_lead_somewhere():
+    pages = ROOT / "docs"
     for path in documents():
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+            if path.parent == pages:  # which are a site of their own
+                assert (path.parent / target).resolve().is_relative_to(pages), f"{path.name} links to {target}"
 
 
 def test_the_numbers_of_the_readme_are_lines_of_a_result_file():

@@ -21,10 +21,10 @@ from explicit_dropout.cli.causes import cause
 from explicit_dropout.errors import ExplicitDropoutError, InputError
 
 FORMS = """one of
-  timm:NAME                     timm:vit_tiny_patch16_224
-  hf:TYPE, hf:FOLDER, hf:HUB    hf:bert   hf:./checkpoint   hf:config.json
-  torch:CONSTRUCTOR(ARGUMENTS)  'torch:TransformerEncoderLayer(32, 4)'
-  MODULE:CALLABLE, FILE:…       my.models:build   my_model.py:build
+  timm:NAME                         timm:vit_tiny_patch16_224
+  hf:TYPE, hf:FOLDER, hf:USER/NAME  hf:bert   hf:./checkpoint   hf:config.json
+  torch:CONSTRUCTOR(ARGUMENTS)      'torch:TransformerEncoderLayer(32, 4)'
+  MODULE:CALLABLE, FILE:…           my.models:build   my_model.py:build
 where a callable returns a model, or a model and its inputs"""
 
 
@@ -207,12 +207,12 @@ def _construct(node: ast.expr, extra: Mapping[str, Any]) -> Any:
                 "torch:…", "literals and constructors of torch.nn as arguments", ast.unparse(node)
             ) from error
     name = ast.unparse(node.func).removeprefix("torch.").removeprefix("nn.")
-    constructor = getattr(nn, name, None)
-    if not (isinstance(constructor, type) and issubclass(constructor, nn.Module)):
-        raise InputError("torch:…", "a class of torch.nn", name)
+    known = {own: found for own, found in vars(nn).items() if isinstance(found, type) and issubclass(found, nn.Module)}
+    if name not in known:
+        raise InputError("torch:…", f"a class of torch.nn{_like(name, known)}", name)
     arguments = [_construct(argument, {}) for argument in node.args]
     keywords = {str(keyword.arg): _construct(keyword.value, {}) for keyword in node.keywords}
-    return _built(constructor, *arguments, **keywords, **extra)
+    return _built(known[name], *arguments, **keywords, **extra)
 
 
 def _torch_inputs(model: nn.Module, batch: int, tokens: int) -> Example:

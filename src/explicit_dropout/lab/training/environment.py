@@ -25,13 +25,13 @@ def chosen_device(execution: Execution) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError("execution.device", "auto, cpu, cuda or cuda:N", repr(name)) from None
+        raise InputError("device", "auto, cpu, cuda or cuda:N", repr(name)) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("execution.device", "a device that is there; torch sees no GPU on this machine: use cpu", name)
+        raise InputError("device", "a device that is there; torch sees no GPU on this machine: use cpu", name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError("execution.device", f"one of the {torch.cuda.device_count()} GPUs of this machine", name)
+        raise InputError("device", f"one of the {torch.cuda.device_count()} GPUs of this machine", name)
     if device.type not in ("cpu", "cuda"):
-        raise InputError("execution.device", "auto, cpu, cuda or cuda:N", repr(name))
+        raise InputError("device", "auto, cpu, cuda or cuda:N", repr(name))
     if execution.cuda_graphs and device.type != "cuda":
         raise InputError("execution.cuda_graphs", "off on a CPU: CUDA graphs need a GPU", execution.cuda_graphs)
     return device
