@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 from torch.testing import assert_close
 
 import explicit_dropout as xd
+from explicit_dropout import kernels
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
 from plain import llama, tokens
 
@@ -304,3 +305,217 @@ def test_a_mask_that_counts_virtual_tokens_as_well_says_which_of_the_others_are_
     model(input_ids=ids, attention_mask=mask)
     reg()
     assert_close(reg.terms()[f"{path}:value"], seen.penalty(mask.bool()))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_a_weight_that_is_another_one_when_the_penalty_is_read_is_an_error(law):
+    for change in (
+        lambda model: prune.l1_unstructured(model.linear1, "weight", amount=0.5),
+        lambda model: model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()}, assign=True),
+    ):
+        model = layer()
+        reg = xd.ExplicitDropout(model, law, feed_forward=1.0)
+        model(batch())
+        change(model)
+        with pytest.raises(CollectionError, match="weight was changed after a forward pass"):
+            reg()
+        model(batch())
+        assert reg() > 0
+
+
+# ---------------------------------------------------------------------------------------------- layers that are others
+
+
+class Adapted(nn.Linear):
+    """LoRA as a kind of nn.Linear, as some libraries have it."""
+
+    def __init__(self, width, out):
+        super().__init__(width, out)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, out, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(x))
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_refused_where_its_weight_enters():
+    model = layer()
+    model.linear1 = Adapted(16, 32)
+    for law in LAWS[1:]:
+        with pytest.raises(UnsupportedSiteError, match=r"linear1:feed_forward: Adapted .* forward of its own"):
+            xd.ExplicitDropout(model, law, feed_forward=1.0)
+        assert not model.linear2._forward_hooks
+    reg = xd.ExplicitDropout(model, LAWS[0], feed_forward=1.0)
+    seen = {}
+    model.linear1.register_forward_hook(lambda m, _, out: seen.update(energy=(out - m.bias).square().sum(-1).mean()))
+    model(batch())
+    reg()
+    assert_close(reg.terms()["linear1:feed_forward"], 0.5 * 0.3**2 * seen["energy"].detach())
+
+
+def test_a_linear_layer_that_only_has_another_name_is_taken():
+    class Named(nn.Linear):
+        pass
+
+    model = layer()
+    model.linear1 = Named(16, 32)
+    reg = xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+    model(batch())
+    assert reg() > 0
+
+
+# ---------------------------------------------------------------------------------------------- calls inside calls
+
+
+class TwoViews(nn.Module):
+    """Looks at what it is given by a second call of itself."""
+
+    def __init__(self, gradients):
+        super().__init__()
+        self.inner, self.gradients = layer(), gradients
+
+    def forward(self, x, twin=None):
+        if twin is not None:
+            with torch.set_grad_enabled(self.gradients):
+                x = x + self(twin)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_model_that_calls_itself_is_refused_and_works_from_outside(gradients):
+    model = TwoViews(gradients)
+    reg = xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+    with pytest.raises(CollectionError, match="TwoViews calls itself inside its own forward pass"):
+        model(batch(), batch(1))
+    model(batch())
+    alone = reg()
+    model(batch())
+    assert_close(reg(), alone)
+    reg.remove()
+    around = nn.Sequential(model)
+    reg = xd.ExplicitDropout(around, INVERTED, feed_forward=1.0)
+    around(batch())
+    assert_close(reg(), alone)
+
+
+def test_a_pass_that_was_interrupted_is_no_call_under_way():
+    model = layer()
+    reg = xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+    model(batch())
+    right = reg()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.linear2.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch())
+    handle.remove()
+    model(batch())
+    assert_close(reg(), right)
+
+
+# ---------------------------------------------------------------------------------------------- hooks of others
+
+
+@pytest.mark.parametrize("component", ["query", "value", "attended_value"])
+def test_what_a_later_hook_makes_of_the_input_of_attention_is_what_counts(component):
+    values = []
+    for first in (True, False):
+        model = layer()
+        attached = None if first else xd.ExplicitDropout(model, INVERTED, **{component: 1.0})
+        model.self_attn.register_forward_pre_hook(lambda _, args: tuple(3 * x for x in args[:3]))
+        attached = attached or xd.ExplicitDropout(model, INVERTED, **{component: 1.0})
+        model(batch())
+        values.append(attached())
+    assert_close(*values)
+
+
+def test_padding_that_a_later_hook_gives_a_layer_is_left_out():
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[:, 3:] = True
+    values = []
+    for first in (True, False):
+        model = nn.TransformerEncoder(layer(), 1, enable_nested_tensor=False)
+        attached = None if first else xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+        model.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "src_key_padding_mask": mask}), with_kwargs=True
+        )
+        attached = attached or xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+        model(batch())
+        values.append(attached())
+    assert_close(*values)
+
+
+class InPlaceLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.in_place = layer(), False
+        self.inner.linear2.register_forward_hook(lambda *call: call[-1].mul_(2) if self.in_place else None)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("law", LAWS[:2], ids=str)
+def test_an_output_that_begins_to_be_changed_in_place_costs_one_step_and_says_so(law):
+    model = InPlaceLater()
+    reg = xd.ExplicitDropout(model, law, feed_forward=1.0)
+    (model(batch()).sum() + reg()).backward()
+    model.in_place = True
+    with pytest.raises(CollectionError, match=r"linear2:feed_forward: .* changed the output .* in place"):
+        model(batch())
+    (model(batch()).sum() + reg()).backward()
+
+
+# ---------------------------------------------------------------------------------------------- torch's defaults
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_penalties_do_not_depend_on_the_default_precision(law, dtype):
+    model, x = layer(), torch.randn(40, 50, 16, generator=torch.Generator().manual_seed(0))  # above what is small
+    reg = xd.ExplicitDropout(model, law, feed_forward=1.0)
+    model(x)
+    right = reg()
+    kernels.torch_energy._room.kept = torch.empty(0)
+    torch.set_default_dtype(dtype)
+    try:
+        model(x)
+        assert_close(reg(), right, rtol=1e-6, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_model_with_a_padding_function_can_be_saved(tmp_path):
+    model = layer()
+    xd.ExplicitDropout(model, INVERTED, value=1.0, padding=lambda _, x: torch.ones(x.shape[:-1], dtype=torch.bool))
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_close(again.eval()(batch()), model.eval()(batch()))
+
+
+@pytest.mark.parametrize("component", ["query", "value", "attended_value", "feed_forward"])
+def test_a_model_without_storage_has_a_penalty_without_storage(component):
+    model = layer().to("meta")
+    reg = xd.ExplicitDropout(model, INVERTED, **{component: 1.0})
+    model(batch().to("meta"))
+    assert reg().device.type == "meta"
+
+
+def test_nested_tensors_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(16, 16), Network())
+    reg = xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+    parts = [torch.randn(length, 16) for length in (2, 3)]
+    with pytest.raises(CollectionError, match=r"fc1: .* nested tensor"):
+        model(torch.nested.nested_tensor(parts, layout=torch.jagged))
+    model(batch())
+    assert reg() > 0
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))

@@ -90,6 +90,7 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
     adapted = None if site.projection is None else adapter_obstacle(site.projection.module)
     if adapted:
         raise UnsupportedSiteError(f"{site.name}: {adapted}. Use LoRA without DoRA, or leave the layer out by layers=.")
+    _refuse_own_forward(site, noise)
     if not isinstance(attention, Attention):
         if attention.obstacle:
             raise UnsupportedSiteError(
@@ -123,6 +124,28 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
             f"{site.name}: {noise} needs the attention weights, which cannot be had here: "
             f"{attention.weights_obstacle or 'no rule says where they are'}. Or use paper(p), which needs none."
         )
+
+
+LIBRARIES = ("torch.nn.", "torchvision.", "timm.", "transformers.")
+"""Whose linear layers are known to do what nn.Linear does, also where they write it anew."""
+
+
+def _refuse_own_forward(site: Site, noise: Noise) -> None:
+    """A kind of nn.Linear with a forward of its own, where its weight enters: another may act than the one it holds."""
+    described = site.source.described
+    both = isinstance(described, Attention) and site.component == "query_key"
+    for projection in described.projections[:2] if both else filter(None, [site.projection]):
+        layer = getattr(projection.module, "base_layer", projection.module)
+        if not isinstance(layer, nn.Linear) or (projection.called and not noise.variance):
+            continue
+        writer = generic.author(layer)
+        if not f"{writer.__module__}.".startswith(LIBRARIES):
+            raise UnsupportedSiteError(
+                f"{site.name}: {type(layer).__name__} is an nn.Linear with a forward of its own ({writer.__module__}), "
+                f"so what acts may be another weight than the one it holds, which {noise} needs. Use paper(p), which "
+                "needs its output alone; or have the weight changed by torch.nn.utils.parametrize or by peft, which "
+                "are understood; or leave the layer out by layers=."
+            )
 
 
 def refuse_chunks(model: nn.Module, sites: Iterable[Site]) -> None:

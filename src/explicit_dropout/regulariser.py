@@ -263,7 +263,8 @@ class ExplicitDropout:
                 if term.version is None:
                     continue
                 held = projection_of(self._by_name[term.site]).held
-                if held is not None and held._version != term.version:
+                known = self._collector.held.get(term.site)  # the one that the pass has had
+                if held is not known or (held is not None and held._version != term.version):
                     raise CollectionError(
                         f"{term.site}: its weight was changed after a forward pass that waits for this call, by a step "
                         "of the optimiser perhaps. Call the regulariser after every forward pass in train mode, before "

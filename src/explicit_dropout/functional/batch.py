@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Literal, ParamSpec
@@ -110,15 +111,20 @@ def per_sample(values: Tensor) -> Tensor:
     return values.flatten(1).sum(1)
 
 
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast would put energies back into the half precision that they overflow. (It knows no meta device.)"""
+    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
+
+
 def outside_autocast(form: Callable[_Arguments, Tensor]) -> Callable[_Arguments, Tensor]:
-    """Autocast would put the energies back into the half precision that they overflow."""
+    """The form, computed without autocast."""
 
     @wraps(form)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Tensor:
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(x, Tensor) or x.device.type == "meta":  # refused later, or computed for its shape alone
+        if not isinstance(x, Tensor):  # refused later
             return form(*args, **kwargs)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return form(*args, **kwargs)
 
     return wrapped

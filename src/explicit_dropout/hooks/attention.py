@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
+from explicit_dropout.functional.batch import without_autocast
 from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, lowered_input
 from explicit_dropout.hooks.taps import Tap, TapHook, by_sample
@@ -344,7 +345,7 @@ class AttentionCall:
             return False
         if not kernels.serves_attended(values, queries, keys, attention.heads):
             return False
-        with torch.autocast(values.device.type, enabled=False):
+        with without_autocast(values):
             weight = _whole(attention.value)[0]
             spread = kernels.attended_spread(
                 values, weight, queries, keys, attention.heads, attention.score_scale, pairs.causal
@@ -400,7 +401,7 @@ class AttentionCall:
 
     def _computed_weights(self) -> Tensor:
         x, pairs = self._present(self.x, "query"), self.masks()
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return self._softmax(pairs)
 
     def _softmax(self, pairs: Pairs) -> Tensor:

@@ -1,4 +1,4 @@
-"""The arguments of a module's forward call, by name."""
+"""Calls of a module: their arguments by name, and those under way."""
 
 from __future__ import annotations
 
@@ -34,11 +34,25 @@ def around(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         yield inner, model.get_submodule(inner)
 
 
+def calls_itself(model: nn.Module) -> bool:
+    """Whether more than one call of this model is under way in this thread; one that was interrupted is not."""
+    calls, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model:
+            calls += 1
+        frame = frame.f_back
+    return calls > 1
+
+
 def only_input(path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """The tensor that a layer of one input was called with."""
     x = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(x, Tensor):
         raise CollectionError(f"{path}: a layer of it was called with {type(x).__name__}, not with a tensor")
+    if x.is_nested:
+        raise CollectionError(
+            f"{path}: a layer of it was called with a nested tensor. Pad it, and pass a padding mask."
+        )
     return x
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import argument_names, around, named_call
+from explicit_dropout.hooks.calls import argument_names, around, calls_itself, named_call
 from explicit_dropout.sites import visible
 from explicit_dropout.weights import modules_under_fsdp
 
@@ -224,8 +224,17 @@ class Collector:
         """The forward pass has come to its end."""
         own = self.own()
         if own.open:
+            refused = ""
             for hook, tensor, version in own.passed:
-                hook.untouched = hook.untouched is not False and tensor._version == version
+                touched = tensor._version != version
+                refused = hook.site.name if touched and hook.untouched else refused
+                hook.untouched = hook.untouched is not False and not touched
+            if refused:
+                self.abandon()
+                raise CollectionError(
+                    f"{refused}: the model has changed the output of this layer in place, and had not before, so no "
+                    "copy was kept for its penalty. From now on one is: run this step again."
+                )
             pending = own.pending
             if not torch.compiler.is_compiling():
                 for term in self.compiled.pending.items():
@@ -352,6 +361,11 @@ class RootBefore:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.collector.inert:
             return
+        if not torch.compiler.is_compiling() and self.collector.threads.slot.open and calls_itself(model):
+            raise CollectionError(
+                f"{type(model).__name__} calls itself inside its own forward pass, so the terms of both calls would be "
+                "mixed up. Move what calls it twice into a module around it, and attach to that one."
+            )
         if not (model.training and torch.is_grad_enabled()):
             self.collector.abandon()
             return

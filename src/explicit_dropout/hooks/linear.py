@@ -78,8 +78,9 @@ class LinearHook(TapHook):
             output, bias=projection.offset(), mask=in_order(mask, tokens, x), rows=rows, copied=not self.untouched
         )
         tap.add(self.site, energies, None, tokens, mask, tap.coherence, piece=tap.coherent_piece)
-        if self.untouched is None and tap.collector.slot().open:
-            tap.collector.slot().passed.append((self, passed, passed._version))
+        slot = tap.collector.slot()
+        if self.untouched is not False and slot.open:
+            slot.passed.append((self, passed, passed._version))
         return passed
 
     def _plain_term(self, x: Tensor, output: Tensor) -> None:

@@ -13,6 +13,10 @@ from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
 from explicit_dropout.sites import SCORES, Attention, Layer, Site
 
+TAKING = ColumnsHook, SquaresHook, AttendedHook, InputHook
+"""Hooks that take the input of a module, and so have to see what it is in the end, whatever others make of it."""
+READING = *TAKING, BeginHook, PartBefore
+"""The same, with those that read the arguments of a call. Those of the whole model are read by who opens its pass."""
 TIDYING = EndHook, RootAfter
 """Hooks that have to run after a call that failed, too."""
 
@@ -131,7 +135,7 @@ class Plan:
             before = hooks[0] if len(hooks) == 1 else Before(self.collector, hooks)
             handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=first)
             handles.append(handle)
-            if any(isinstance(hook, ColumnsHook | SquaresHook | AttendedHook | InputHook) for hook in hooks):
+            if any(isinstance(hook, TAKING if module is self.model else READING) for hook in hooks):
                 self.root.last.append((module, handle.id))
         for module, hooks in self.after.items():
             # In front of the hooks of sharding wrappers, which take the weights away again. Where there are none, no

@@ -58,6 +58,11 @@ class Tap:
         module = self.described.module
         self.names = () if module is None else argument_names(module)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are inert, so they do without a function of the user's, which may not be one that can be saved."""
+        source = self.padding_source
+        return {**self.__dict__, "padding_source": None if callable(source) else source}
+
     def watching(self, module: nn.Module) -> bool:
         """Whether a firing of this module is part of training.
 

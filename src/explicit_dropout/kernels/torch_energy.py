@@ -23,7 +23,7 @@ SMALL_ELEMENTS = 2**13
 class _Room(threading.local):
     """Memory of a thread, float32, used again for every block."""
 
-    kept = torch.empty(0)
+    kept = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def like(self, block: Tensor) -> Tensor | None:
         """A place for a result of the shape of a block; None where it may as well be fresh."""
@@ -32,7 +32,7 @@ class _Room(threading.local):
             return None
         if self.kept.numel() < size:
             with torch.inference_mode(False):  # it may be asked for in there, and is used outside of it as well
-                self.kept = torch.empty(size)
+                self.kept = torch.empty(size, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
         return self.kept[:size].view(block.shape)
 
 
