@@ -3,10 +3,10 @@
     explicit-dropout sweep experiments/few_images.py --engine vectorised
     explicit-dropout report experiments/few_images.py
 
-Cost: a second or two on one core for each of 32 settings, ten seeds and three shares of wrong labels. No table of the
-paper has these data; scikit-learn brings them, so that anybody can run this. Model and training are the
+Cost: two or three seconds on one core for each of 32 settings, ten seeds and three shares of wrong labels. No table of
+the paper has these data; scikit-learn brings them, so that anybody can run this. Model and training are the
 demonstration's. Every seed draws its own split, images and wrong labels, the same for all rows. λ is chosen on
-validation images for each row, among values of its own: those that a trial on six of the seeds left.
+validation images for each row, among four values, which were set after a first look at six of these seeds.
 """
 
 from dataclasses import replace
