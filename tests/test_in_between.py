@@ -519,3 +519,26 @@ class Network(nn.Module):
 
     def forward(self, x):
         return self.fc2(self.act(self.fc1(x)))
+
+
+class SharedInPlace(nn.Module):
+    """One layer twice, whose output is changed in place after its second call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = layer(), 0
+        self.inner.linear2.register_forward_hook(lambda *call: call[-1].mul_(2) if self.second() else None)
+
+    def second(self):
+        self.calls += 1
+        return self.calls % 2 == 0
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
+
+
+def test_a_shared_layer_may_have_some_of_its_outputs_changed_in_place():
+    model = SharedInPlace()
+    reg = xd.ExplicitDropout(model, LAWS[0], feed_forward=1.0)
+    for _ in range(2):
+        (model(batch()).sum() + reg()).backward()

@@ -224,16 +224,15 @@ class Collector:
         """The forward pass has come to its end."""
         own = self.own()
         if own.open:
-            refused = ""
-            for hook, tensor, version in own.passed:
-                touched = tensor._version != version
-                refused = hook.site.name if touched and hook.untouched else refused
-                hook.untouched = hook.untouched is not False and not touched
-            if refused:
+            touched = [hook for hook, tensor, version in own.passed if tensor._version != version]
+            without_copy = [hook.site.name for hook in touched if hook.untouched]
+            for hook, _, _ in own.passed:
+                hook.untouched = hook.untouched is not False and hook not in touched
+            if without_copy:
                 self.abandon()
                 raise CollectionError(
-                    f"{refused}: the model has changed the output of this layer in place, and had not before, so no "
-                    "copy was kept for its penalty. From now on one is: run this step again."
+                    f"{without_copy[0]}: the model has changed the output of this layer in place, and had not before, "
+                    "so no copy was kept for its penalty. From now on one is: run this step again."
                 )
             pending = own.pending
             if not torch.compiler.is_compiling():
