@@ -265,6 +265,7 @@ class ExplicitDropout:
                 held = projection_of(self._by_name[term.site]).held
                 known = self._collector.held.get(term.site)  # the one that the pass has had
                 if held is not known or (held is not None and held._version != term.version):
+                    self._weight(term.site)  # which has words of its own for one that was taken apart
                     raise CollectionError(
                         f"{term.site}: its weight was changed after a forward pass that waits for this call, by a step "
                         "of the optimiser perhaps. Call the regulariser after every forward pass in train mode, before "

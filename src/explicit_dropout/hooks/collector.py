@@ -224,23 +224,27 @@ class Collector:
         """The forward pass has come to its end."""
         own = self.own()
         if own.open:
-            touched = [hook for hook, tensor, version in own.passed if tensor._version != version]
-            without_copy = [hook.site.name for hook in touched if hook.untouched]
-            for hook, _, _ in own.passed:
-                hook.untouched = hook.untouched is not False and hook not in touched
-            if without_copy:
-                self.abandon()
-                raise CollectionError(
-                    f"{without_copy[0]}: the model has changed the output of this layer in place, and had not before, "
-                    "so no copy was kept for its penalty. From now on one is: run this step again."
-                )
             pending = own.pending
             if not torch.compiler.is_compiling():
+                self._look_for_changes(own)
                 for term in self.compiled.pending.items():
                     pending = Chain(term, pending)
                 own.waiting += 1
             own.complete = Chain((pending, own.samples), own.complete)
         self.abandon()
+
+    def _look_for_changes(self, slot: Slot) -> None:
+        """Which outputs the model has changed in place during this pass: of those a copy has to be kept."""
+        touched = [hook for hook, tensor, version in slot.passed if tensor._version != version]
+        without_copy = [hook.site.name for hook in touched if hook.untouched]
+        for hook, _, _ in slot.passed:
+            hook.untouched = hook.untouched is not False and hook not in touched
+        if without_copy:
+            self.abandon()
+            raise CollectionError(
+                f"{without_copy[0]}: the model has changed the output of this layer in place, and had not before, so "
+                "no copy was kept for its penalty. From now on one is: run this step again."
+            )
 
     def abandon(self) -> None:
         """No training forward pass is under way, or it has failed."""
