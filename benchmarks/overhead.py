@@ -1,6 +1,6 @@
 """What a site costs on the CPU, whatever its tensors: hooks, autograd and launches, in microseconds for each of them.
 
-    python benchmarks/overhead.py                                                        # half a minute
+    python benchmarks/overhead.py                                                        # under a minute
     python benchmarks/overhead.py --output results/benchmarks/overhead-cpu
 
 An eager step on a GPU waits for the CPU wherever this is more than the GPU has to do meanwhile. So it is measured on a

@@ -90,8 +90,8 @@ def page(root: Path) -> str:
         "runs. [Reports](report.md) says how the numbers are made: settings are chosen on validation data, ± is a "
         "standard deviation over n repetitions, differences are paired, intervals are Student's at 95 %, p-values are "
         "adjusted by Holm's method. The same difference can have two of them: under *Answers* adjusted for the few "
-        "comparisons of its question, which verdicts there rest on, and in a table for all of its "
-        "rows. Where a number is missing the "
+        "comparisons of its question, which verdicts there rest on, and in a table for all of its rows. Where a number "
+        "is missing the "
         "cell says so. Numbers of the paper stand in columns that say paper, and nowhere else.",
         "",
         "A row is what is done to attention + what is done to feed-forward layers: `none+none` has no regulariser, "

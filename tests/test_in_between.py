@@ -307,11 +307,23 @@ def test_a_mask_that_counts_virtual_tokens_as_well_says_which_of_the_others_are_
     assert_close(reg.terms()[f"{path}:value"], seen.penalty(mask.bool()))
 
 
+def replaced_by_one_that_was_changed_as_often(model):
+    """So that only its being another one tells."""
+    weight = model.linear1.weight
+    other = nn.Parameter(2 * weight.detach())
+    with torch.no_grad():
+        while other._version < weight._version:
+            other.add_(0)
+    assert other._version == weight._version
+    model.linear1.weight = other
+
+
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_a_weight_that_is_another_one_when_the_penalty_is_read_is_an_error(law):
     for change in (
         lambda model: prune.l1_unstructured(model.linear1, "weight", amount=0.5),
         lambda model: model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()}, assign=True),
+        replaced_by_one_that_was_changed_as_often,
     ):
         model = layer()
         reg = xd.ExplicitDropout(model, law, feed_forward=1.0)
