@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Experiment:
         paper: numbers of the paper by row, in percent: {"mean": …, "std": …}. Shown beside ours, never in their place.
         paper_cells: where the paper gives a whole grid: row → learning rate → λ → numbers.
         notes: what a reader has to know: dataset, deviations from the paper.
+        pooled: rows that count as one, by its name: a setting that rows are named for, such as the rate of dropout, is
+            then chosen on validation data as λ is.
         questions: which rows are compared, and why; the report answers them.
     """
 
@@ -60,10 +63,16 @@ class Experiment:
     paper_cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     questions: tuple[Question, ...] = ()
+    pooled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.runs:
             raise InputError("runs", "at least one run", "none")
+        own = {run.row for run in self.runs}
+        members = [row for rows in self.pooled.values() for row in rows]
+        for row in members:
+            if row not in own or members.count(row) > 1:
+                raise InputError("pooled", f"rows of runs, each once: {', '.join(sorted(own))}", repr(row))
         if self.baseline not in self.rows:
             raise InputError("baseline", f"one of the rows {', '.join(self.rows)}", repr(self.baseline))
         for name in (name for question in self.questions for pair in question.contrasts for name in pair):
@@ -73,7 +82,15 @@ class Experiment:
     @property
     def rows(self) -> tuple[str, ...]:
         """The rows in order of appearance."""
-        return tuple(dict.fromkeys(run.row for run in self.runs))
+        return tuple(dict.fromkeys(map(self.row, self.runs)))
+
+    def row(self, run: Run) -> str:
+        """The row of the table that a run belongs to."""
+        return self._pools.get(run.row, run.row)
+
+    @cached_property
+    def _pools(self) -> dict[str, str]:
+        return {row: name for name, rows in self.pooled.items() for row in rows}
 
 
 def module_of(path: str | Path) -> Any:

@@ -256,7 +256,7 @@ def analyse(
     lost, going = open_runs & set(failed), open_runs & set(begun)
     rows = []
     for name in experiment.rows:
-        own = [run for run in planned.values() if run.row == name]
+        own = [run for run in planned.values() if experiment.row(run) == name]
         groups: dict[Run, list[Run]] = {}
         for run in own:
             groups.setdefault(run.configuration, []).append(run)

@@ -113,13 +113,15 @@ def select(experiments: Sequence[Experiment], only: Sequence[str] = (), seeds: S
     runs = {
         run.key: run
         for experiment in experiments
-        for run in sorted(experiment.runs, key=lambda run: run.row != experiment.baseline)
+        for run in sorted(experiment.runs, key=lambda run, own=experiment: own.row(run) != own.baseline)
     }
-    rows = list(dict.fromkeys(run.row for run in runs.values()))
+    pools = {name: rows for experiment in experiments for name, rows in experiment.pooled.items()}
+    rows = list(dict.fromkeys((*(run.row for run in runs.values()), *pools)))
     for name in only:
         if name not in rows:
             closest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)
             raise InputError("only", f"one of {', '.join(rows)}", f"{name!r}; the closest is {closest[0]!r}")
+    only = [row for name in only for row in pools.get(name, (name,))]
     known = sorted({run.seed for run in runs.values()})
     for seed in seeds:
         if seed not in known:

@@ -32,7 +32,7 @@ def for_rows(part: Part, store: str) -> list[dict[str, str]]:
     for row in part.analysis.rows:
         command = sweep(part, store, row.name)
         if command is None:
-            command = "\n".join(_one_by_one([r for r in part.records if r.run.row == row.name], store))
+            command = "\n".join(_one_by_one([r for r in part.records if part.experiment.row(r.run) == row.name], store))
         todo = "goes on with it" if row.finished and not row.complete else "makes it"
         rows.append({"row": row.name, "state": row.state, "todo": todo, "command": command})
     return rows
