@@ -6,6 +6,7 @@ import os
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -102,6 +103,52 @@ def compare(model, terms, expected):
         mean = term.clone()
         dist.all_reduce(mean)
         assert_close(mean / 2, wanted[name.removeprefix("module.")], rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- twins of dropout
+
+
+class Dropping(Model):
+    """The same with dice: modules, a function, and those of fused attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.layer = nn.Dropout(0.1), nn.TransformerEncoderLayer(8, 2, 12, 0.2, batch_first=True)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = nn.functional.dropout(block(self.dropout(x)), 0.3, self.training)
+        return self.head(self.layer(x))
+
+
+@case
+def twins_under_ddp(rank):
+    model = Dropping()
+    alone = copy.deepcopy(model)
+    twins = xd.convert_dropout(alone, 0.5)
+    (alone(BATCH).square().mean() + twins()).backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()}, twins.terms()
+    for first in (True, False):
+        own = copy.deepcopy(model)
+        if first:
+            twins = xd.convert_dropout(own, 0.5)
+            own = DistributedDataParallel(own)
+        else:
+            own = DistributedDataParallel(own)
+            twins = xd.convert_dropout(own, 0.5)
+        (own(mine(rank)).square().mean() + twins()).backward()
+        compare(own, twins.terms(), expected)
+
+
+@case
+def twins_refuse_weights_that_are_taken_away(rank):
+    model = Dropping()
+    for block in model.blocks:
+        fully_shard(block)
+    twins = xd.convert_dropout(fully_shard(model), 0.5)
+    with pytest.raises(xd.UnsupportedSiteError, match="FSDP2"):
+        model(mine(rank))
+    twins.remove()
 
 
 # ---------------------------------------------------------------------------------------------- DDP

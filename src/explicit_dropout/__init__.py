@@ -25,6 +25,7 @@ from explicit_dropout.sites import (
     register_rule,
     visible,
 )
+from explicit_dropout.twins import convert_dropout
 
 if TYPE_CHECKING:
     from explicit_dropout import stochastic, testing
@@ -46,6 +47,7 @@ __all__ = [
     "UnmatchedModelError",
     "UnsupportedSiteError",
     "bernoulli",
+    "convert_dropout",
     "find_sites",
     "functional",
     "gaussian",

@@ -23,8 +23,10 @@ from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
 def refuse_unknown(given: Iterable[str], regulariser: type) -> None:
     """Arguments that a regulariser does not have: slips of the pen, or forms that are not attached to models."""
     for name in given:
-        if name in functional.__all__:
+        if name in functional.__all__ and name not in COMPONENTS:
             what = f"{name!r}, which is not attached to models: call xd.functional.{name} in your forward pass"
+            if name in ("attention_weights", "hidden", "drop_path"):
+                what += ". Or xd.convert_dropout(model) has it wherever the model draws such dropout now"
             raise InputError("strengths", f"those of {', '.join(COMPONENTS)}", what)
         known = [name for name, one in signature(regulariser).parameters.items() if one.kind is one.KEYWORD_ONLY]
         closest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Literal, Never, Self
+from typing import Literal, Never
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import kernels
+from explicit_dropout.attached import Attached, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
-from explicit_dropout.hooks.collector import MOST_FORWARDS, Collector, Term, holders_of, lengths_of
+from explicit_dropout.hooks.collector import MOST_FORWARDS, Term, holders_of, lengths_of
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding, Tap, projection_of
-from explicit_dropout.hooks.total import Share, Total
+from explicit_dropout.hooks.total import Share
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (
     Place,
     check_components,
     check_exact,
-    check_state,
     chosen_layers,
     laws,
     no_forward,
@@ -42,7 +41,7 @@ from explicit_dropout.weights import column_norms, is_sharded, modules_under_fsd
 __all__ = ["MOST_FORWARDS", "ExplicitDropout"]
 
 
-class ExplicitDropout:
+class ExplicitDropout(Attached):
     """J = Σ_sites λ_site · ½ E‖deviation at the site‖² (paper Eqs. 20–22), collected while the model runs.
 
         reg = xd.ExplicitDropout(model, xd.inverted(0.2), value=1e-3, feed_forward=1e-3)
@@ -103,8 +102,9 @@ class ExplicitDropout:
                 raise InputError(name, "True or False", repr(flag))
         if not strengths:
             raise InputError("strengths", f"given for at least one of {', '.join(COMPONENTS)}", "none")
+        super().__init__()
         self._laws = laws(noise, strengths)
-        model = _uncompiled(model)
+        model = uncompiled(model)
         refuse_second(model)
         found = find_layers(model)
         if not found:
@@ -117,15 +117,13 @@ class ExplicitDropout:
         self.model, self.reading = model, reading
         self.noise = noise if isinstance(noise, Noise) else dict(noise)
         self.reduction = reduction or ("sample" if reading == "paper" else "token")
-        self.require_all, self.calls = require_all, 0
+        self.require_all = require_all
         self.sites: list[Site] = []
         self.silenced: list[tuple[Dropout, float]] = []
         self._schedules: dict[str, Schedule] = {}
-        self._total = Total()
-        self._collector = Collector()
         self._handles: list[RemovableHandle] = []
         self._places: list[Place] = []
-        self._removed = self._sharding_known = False
+        self._sharding_known = False
         places: list[tuple[Layer, list[Site]]] = []
         for layer in found:
             wanted = [site for site in sites_of(layer) if site.component in schedules and layer.index in chosen]
@@ -183,35 +181,11 @@ class ExplicitDropout:
         for dropout, rate in self.silenced:
             setattr(dropout.module, dropout.name, rate)
         self.silenced.clear()
-        self._collector.inert = self._removed = True
-        self._collector.take()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
+        super().remove()
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def __call__(self) -> Tensor:
-        """Σ λ J over the forward passes since the last call, as one float32 number to add to the loss.
-
-        Several forward passes count as one batch. A module that fires several times in one (a shared layer) adds up.
-        """
-        if torch.compiler.is_compiling():  # or every step of a schedule would be compiled anew
-            outside = torch.compiler.disable(self._penalty)  # type: ignore[no-untyped-call]
-            return outside()  # type: ignore[no-any-return]
-        return self._penalty()
-
-    def _penalty(self) -> Tensor:
-        if self._removed:
-            raise CollectionError("the regulariser was removed from its model; attach a new one")
-        if self._collector.inert:
-            raise CollectionError("this regulariser is a copy, and copies are not attached; attach a new one")
-        forwards = self._collector.take()
+    def _penalty(self, forwards: list[list[Term]]) -> Tensor:
         if not self.sites:
             self.calls += 1
             return torch.zeros(())
@@ -229,7 +203,7 @@ class ExplicitDropout:
         step, self.calls = self.calls, self.calls + 1
         strengths = {name: self._schedules[name].at(step) for name in fired}
         shares: list[Share] = []
-        for terms, counted in _firings(forwards, self.reduction):
+        for terms, counted in firings(forwards, self.reduction):
             shares += self._shares(terms, counted, strengths[terms[0].site])
         return self._total.of(shares)
 
@@ -284,29 +258,9 @@ class ExplicitDropout:
             )
         return weight
 
-    def discard(self) -> None:
-        """Forget the forward passes since the last call, as if they had been made in eval mode.
-
-        For batches that are skipped and for passes whose loss has no penalty. Schedules stay where they are.
-        """
-        self._collector.take()
-
-    def terms(self) -> dict[str, Tensor]:
-        """The unweighted J of every site at the last call, detached, by site name: for logging."""
-        found = self._total.terms()
-        return {site.name: found[site.name] for site in self.sites if site.name in found}
-
     def strengths(self) -> dict[str, float]:
         """The λ of every site at the next call, by site name."""
         return {site.name: self._schedules[site.name].at(self.calls) for site in self.sites}
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the schedules stand."""
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.calls = check_state(state)
 
     def summary(self) -> str:
         """What is attached, as a table."""
@@ -336,43 +290,8 @@ class ExplicitDropout:
             return str(self.noise)
         return ", ".join(f"{component}: {law}" for component, law in self._laws.items())
 
-    def __repr__(self) -> str:
-        return self.summary()
-
-
-def _firings(
-    forwards: list[list[Term]], reduction: Literal["token", "sample"]
-) -> Iterable[tuple[list[Term], int | Tensor]]:
-    """The terms of all forward passes, those of the same firing of a site together, and what they are a mean over.
-
-    Passes may have made a penalty in different ways, of one term or of several: a firing counts where its first is.
-    """
-    if len(forwards) == 1:
-        return [([term], _counted(term, reduction)) for term in forwards[0]]
-    firings: dict[tuple[str, int], list[Term]] = {}
-    for forward in forwards:
-        seen: dict[tuple[str, int], int] = {}
-        for term in forward:
-            kind = term.site, term.piece
-            seen[kind] = seen.get(kind, -1) + 1
-            firings.setdefault((term.site, seen[kind]), []).append(term)
-    return [
-        (terms, sum([_counted(term, reduction) for term in terms if term.piece == 0])) for terms in firings.values()
-    ]
-
-
-def _counted(term: Term, reduction: Literal["token", "sample"]) -> int | Tensor:
-    return term.tokens if reduction == "token" else term.samples
-
 
 def _heads(site: Site) -> str:
     if site.heads is None:
         return "–"
     return str(site.heads) if site.key_heads == site.heads else f"{site.heads}/{site.key_heads}"
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """The model itself, if this is what `torch.compile` made of it: only hooks inside are compiled."""
-    while type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
-        model = model._orig_mod
-    return model

@@ -11,13 +11,14 @@ from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, Square
 from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore, failed
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
+from explicit_dropout.hooks.twins import LeaveHook
 from explicit_dropout.sites import SCORES, Attention, Layer, Site
 
 TAKING = ColumnsHook, SquaresHook, AttendedHook, InputHook
 """Hooks that take the input of a module, and so have to see what it is in the end, whatever others make of it."""
 READING = *TAKING, BeginHook, PartBefore
 """The same, with those that read the arguments of a call. Those of the whole model are read by who opens its pass."""
-TIDYING = EndHook, RootAfter
+TIDYING = EndHook, LeaveHook, RootAfter
 """Hooks that have to run after a call that failed, too."""
 
 
@@ -67,10 +68,7 @@ class Plan:
         described = layer.described
         self.root.batch_first &= described.batch_first
         for holder in tap.holders:
-            if holder not in self.parts:
-                self.parts.add(holder)
-                part = self.model.get_submodule(holder)
-                self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, holder))
+            self.watch(holder)
         if isinstance(described, Attention):
             self._add_attention(described, sites, tap)
             return
@@ -79,6 +77,13 @@ class Plan:
         if described.module is not None and described.padding is not None:
             self._before(described.module, BeginHook(tap))
             self._after(described.module, EndHook(tap))
+
+    def watch(self, holder: str) -> None:
+        """Have the model inside the model at this path say what it is told of padding."""
+        if holder not in self.parts:
+            self.parts.add(holder)
+            part = self.model.get_submodule(holder)
+            self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, holder))
 
     def _add_linear(self, site: Site, tap: Tap) -> None:
         module = projection_of(site).module

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from explicit_dropout.regulariser import ExplicitDropout
+from explicit_dropout.attached import Attached
 
 
 class Journal:
@@ -17,7 +17,7 @@ class Journal:
     its sites; `strength/<component>` its λ, averaged over them.
     """
 
-    def __init__(self, regulariser: ExplicitDropout) -> None:
+    def __init__(self, regulariser: Attached) -> None:
         self.regulariser = regulariser
         self.sums: dict[str, Tensor | float] = {}
         self.count = 0
@@ -41,7 +41,7 @@ class Journal:
         return means
 
 
-def by_component(regulariser: ExplicitDropout, strengths: Mapping[str, float]) -> dict[str, Tensor | float]:
+def by_component(regulariser: Attached, strengths: Mapping[str, float]) -> dict[str, Tensor | float]:
     """The terms of the last call and the strengths they had, gathered by component."""
     terms = regulariser.terms()
     found: dict[str, Tensor | float] = {}
@@ -50,7 +50,9 @@ def by_component(regulariser: ExplicitDropout, strengths: Mapping[str, float]) -
         fired = [terms[name] for name in names if name in terms]
         if fired:
             found[f"penalty/{component}"] = torch.stack(fired).sum()
-        found[f"strength/{component}"] = sum(strengths[name] for name in names) / len(names)
+        known = [strengths[name] for name in names if name in strengths]  # twins show in the first pass
+        if known:
+            found[f"strength/{component}"] = sum(known) / len(known)
     return found
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from explicit_dropout.attached import Attached
 from explicit_dropout.errors import InputError
 from explicit_dropout.integrations import Journal
-from explicit_dropout.regulariser import ExplicitDropout
 
 STATE_FILE = "explicit_dropout.json"
 """Where a checkpoint keeps the state of the regulariser, beside those of the optimiser and the scheduler."""
@@ -35,12 +35,16 @@ class ExplicitDropoutMixin:
     `strength/<component>` beside the loss.
 
     Args:
-        regulariser: an `ExplicitDropout` attached to the model that is trained.
+        regulariser: an `ExplicitDropout`, or what `convert_dropout` returned, of the model that is trained.
     """
 
-    def __init__(self, *args: Any, regulariser: ExplicitDropout, **kwargs: Any) -> None:
-        if not isinstance(regulariser, ExplicitDropout):
-            raise InputError("regulariser", "an ExplicitDropout attached to the model", type(regulariser).__name__)
+    def __init__(self, *args: Any, regulariser: Attached, **kwargs: Any) -> None:
+        if not isinstance(regulariser, Attached):
+            raise InputError(
+                "regulariser",
+                "an ExplicitDropout, or what convert_dropout returned, of the model",
+                type(regulariser).__name__,
+            )
         super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.args.n_gpu > 1:
@@ -116,7 +120,7 @@ class ExplicitDropoutTrainer(ExplicitDropoutMixin, Trainer):
     """`transformers.Trainer` with a `regulariser`."""
 
 
-def _check_model(model: nn.Module, regulariser: ExplicitDropout) -> None:
+def _check_model(model: nn.Module, regulariser: Attached) -> None:
     """A regulariser on another model would never see a forward pass of this one."""
     if not any(module is regulariser.model for module in model.modules()):
         raise InputError(

@@ -17,9 +17,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from explicit_dropout.attached import Attached
 from explicit_dropout.errors import InputError
 from explicit_dropout.integrations import by_component
-from explicit_dropout.regulariser import ExplicitDropout
 
 
 class Joined(torch.autograd.Function):
@@ -50,7 +50,7 @@ def join(loss: Tensor, penalty: Tensor) -> None:
         raise InputError("loss", expected, str(error)) from error
 
 
-def collected(regulariser: ExplicitDropout) -> bool:
+def collected(regulariser: Attached) -> bool:
     """Whether there was a training forward pass since the regulariser was last called."""
     collector = regulariser._collector
     return any(slot.complete.items() for slot in (collector.compiled, collector.own()))
@@ -66,13 +66,17 @@ class ExplicitDropoutCallback(Callback):
     In manual optimisation it joins the first `manual_backward` after a forward pass of the model; others go without.
 
     Args:
-        regulariser: an `ExplicitDropout` attached to the model that `training_step` calls.
+        regulariser: an `ExplicitDropout`, or what `convert_dropout` returned, of the model that `training_step` calls.
         log: whether to log `penalty`, `penalty/<component>` and `strength/<component>`.
     """
 
-    def __init__(self, regulariser: ExplicitDropout, *, log: bool = True) -> None:
-        if not isinstance(regulariser, ExplicitDropout):
-            raise InputError("regulariser", "an ExplicitDropout attached to the model", type(regulariser).__name__)
+    def __init__(self, regulariser: Attached, *, log: bool = True) -> None:
+        if not isinstance(regulariser, Attached):
+            raise InputError(
+                "regulariser",
+                "an ExplicitDropout, or what convert_dropout returned, of the model",
+                type(regulariser).__name__,
+            )
         self.regulariser, self.log = regulariser, log
         self._backward: Counter[str] = Counter()
         """Backward passes of this epoch, "with" and "without" a penalty."""

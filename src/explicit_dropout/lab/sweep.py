@@ -113,7 +113,7 @@ def select(experiments: Sequence[Experiment], only: Sequence[str] = (), seeds: S
     runs = {
         run.key: run
         for experiment in experiments
-        for run in sorted(experiment.runs, key=lambda run, own=experiment: own.row(run) != own.baseline)
+        for run in sorted(experiment.runs, key=lambda run: experiment.row(run) != experiment.baseline)
     }
     pools = {name: rows for experiment in experiments for name, rows in experiment.pooled.items()}
     rows = list(dict.fromkeys((*(run.row for run in runs.values()), *pools)))

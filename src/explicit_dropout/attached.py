@@ -1,0 +1,133 @@
+"""What every regulariser that hangs on a model has: it is called after a forward pass, tells its terms, and goes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from explicit_dropout.errors import CollectionError
+from explicit_dropout.hooks.collector import Collector, Term
+from explicit_dropout.hooks.total import Total
+from explicit_dropout.refusals import check_state
+
+Reduction = Literal["token", "sample"]
+
+
+class Place(Protocol):
+    """What the places of a regulariser have in common: a name that is theirs alone, and a kind."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def component(self) -> str: ...
+
+
+class Attached(ABC):
+    """Penalties collected while a model runs, to be added to the loss."""
+
+    model: nn.Module
+    sites: Sequence[Place]
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._total, self._collector = Total(), Collector()
+        self._removed = False
+
+    def __call__(self) -> Tensor:
+        """Σ λ J over the forward passes since the last call, as one float32 number to add to the loss.
+
+        Several forward passes count as one batch. A module that fires several times in one (a shared layer) adds up.
+        """
+        if torch.compiler.is_compiling():  # or every step of a schedule would be compiled anew
+            outside = torch.compiler.disable(self._taken)  # type: ignore[no-untyped-call]
+            return outside()  # type: ignore[no-any-return]
+        return self._taken()
+
+    def _taken(self) -> Tensor:
+        if self._removed:
+            raise CollectionError("the regulariser was removed from its model; attach a new one")
+        if self._collector.inert:
+            raise CollectionError("this regulariser is a copy, and copies are not attached; attach a new one")
+        return self._penalty(self._collector.take())
+
+    @abstractmethod
+    def _penalty(self, forwards: list[list[Term]]) -> Tensor:
+        """The penalty of these forward passes."""
+
+    @abstractmethod
+    def strengths(self) -> dict[str, float]:
+        """The λ of every site at the next call, by site name."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """What is attached, as a table."""
+
+    def remove(self) -> None:
+        """Let go of the model."""
+        self._collector.inert = self._removed = True
+        self._collector.take()
+
+    def discard(self) -> None:
+        """Forget the forward passes since the last call, as if they had been made in eval mode.
+
+        For batches that are skipped and for passes whose loss has no penalty. Schedules stay where they are.
+        """
+        self._collector.take()
+
+    def terms(self) -> dict[str, Tensor]:
+        """The unweighted J of every site at the last call, detached, by site name: for logging."""
+        found = self._total.terms()
+        return {site.name: found[site.name] for site in self.sites if site.name in found}
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the schedules stand."""
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.calls = check_state(state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+
+def firings(forwards: list[list[Term]], reduction: Reduction) -> Iterable[tuple[list[Term], int | Tensor]]:
+    """The terms of all forward passes, those of the same firing of a site together, and what they are a mean over.
+
+    Passes may have made a penalty in different ways, of one term or of several: a firing counts where its first is.
+    """
+    if len(forwards) == 1:
+        return [([term], _counted(term, reduction)) for term in forwards[0]]
+    found: dict[tuple[str, int], list[Term]] = {}
+    for forward in forwards:
+        seen: dict[tuple[str, int], int] = {}
+        for term in forward:
+            kind = term.site, term.piece
+            seen[kind] = seen.get(kind, -1) + 1
+            found.setdefault((term.site, seen[kind]), []).append(term)
+    return [(terms, sum([_counted(term, reduction) for term in terms if term.piece == 0])) for terms in found.values()]
+
+
+def _counted(term: Term, reduction: Reduction) -> int | Tensor:
+    return term.tokens if reduction == "token" else term.samples
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model itself, if this is what `torch.compile` made of it: only hooks inside are compiled."""
+    while type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
+        model = model._orig_mod
+    return model

@@ -1,0 +1,230 @@
+"""convert_dropout: every stochastic dropout of a model becomes its deterministic twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Never, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from explicit_dropout import checks
+from explicit_dropout.attached import Attached, firings, uncompiled
+from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
+from explicit_dropout.hooks.collector import Term, is_pretrained, lengths_of
+from explicit_dropout.hooks.dice import Interception, Kind, Others
+from explicit_dropout.hooks.plan import Plan
+from explicit_dropout.hooks.taps import Padding
+from explicit_dropout.hooks.total import Share
+from explicit_dropout.hooks.twins import (
+    TORCH_LAYERS,
+    DropPathHook,
+    EnterHook,
+    LayerMaskHook,
+    LeaveHook,
+    PlaceAfter,
+    PlaceBefore,
+    Twin,
+    places_of,
+)
+from explicit_dropout.refusals import no_forward, refuse_second, refuse_unknown
+from explicit_dropout.strengths import Schedule, by_layer
+from explicit_dropout.table import table
+
+__all__ = ["KINDS", "DropoutTwins", "Twin", "convert_dropout"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class DropoutTwins(Attached):
+    """What `convert_dropout` returns; called like an `ExplicitDropout`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strength: float | Schedule = 1e-3,
+        *,
+        linear: float | Schedule | None = None,
+        attention_weights: float | Schedule | None = None,
+        hidden: float | Schedule | None = None,
+        drop_path: float | Schedule | None = None,
+        padding: Padding = "auto",
+        others: Others = "refuse",
+        **unknown: Never,
+    ) -> None:
+        refuse_unknown(unknown, type(self))
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise InputError("model", "a torch.nn.Module", type(model).__name__)
+        if padding not in ("auto", None) and not callable(padding):
+            raise InputError("padding", "'auto', None or a function of (module path, x)", repr(padding))
+        checks.choice("others", others, Others)
+        given = zip(KINDS, (linear, attention_weights, hidden, drop_path), strict=True)
+        self._schedules = {kind: _schedule(kind, strength if own is None else own) for kind, own in given}
+        self.model = model = uncompiled(model)
+        refuse_second(model)
+        _refuse_chunks(model)
+        self.silenced: list[tuple[nn.Module, str, float]] = []
+        self._handles: list[RemovableHandle] = []
+        try:
+            self._leave = self._attach(padding, others)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self, padding: Padding, others: Others) -> LeaveHook:
+        model, collector = self.model, self._collector
+        dice = Interception(model, others)
+        plan = Plan(collector, model)
+        entering = EnterHook(collector, dice)
+        off = [kind for kind, schedule in self._schedules.items() if schedule.is_off]
+        leaving = LeaveHook(entering, model, padding, off)
+        plan.before[model].append(entering)
+        for path in places_of(model):
+            part = model.get_submodule(path)
+            before, after = plan.before.setdefault(part, []), plan.after.setdefault(part, [])
+            if isinstance(part, TORCH_LAYERS):
+                before.append(LayerMaskHook(collector, dice, path, part))
+            else:
+                plan.watch(path)
+            before.append(PlaceBefore(collector, dice, path))
+            after.append(PlaceAfter(collector, dice))
+        for path, module in model.named_modules():
+            if is_pretrained(module):
+                lengths = lengths_of(module)
+                if lengths is not None:
+                    collector.lengths[path] = lengths
+            rate = drop_path_rate(module)
+            if rate is not None:
+                name, p = rate
+                rescaled = bool(getattr(module, "scale_by_keep", True))
+                self.silenced.append((module, name, p))
+                setattr(module, name, 0.0)
+                plan.after.setdefault(module, []).append(DropPathHook(collector, dice, path, p, rescaled))
+        plan.after.setdefault(model, []).append(leaving)
+        plan.register(self._handles)
+        return leaving
+
+    @property
+    def sites(self) -> list[Twin]:  # type: ignore[override]
+        """The places where dropout was found, as far as forward passes have shown them."""
+        return list(self._leave.found.values())
+
+    def _penalty(self, forwards: list[list[Term]]) -> Tensor:
+        if not forwards:
+            raise no_forward(self.model)
+        step, self.calls = self.calls, self.calls + 1
+        if all(schedule.is_off for schedule in self._schedules.values()):
+            return torch.zeros(())
+        shares = [
+            Share(term.site, self._schedules[self._kind(term)].at(step), term.factor, counted, term.penalty)
+            for terms, counted in firings(forwards, "token")
+            for term in terms
+            if term.penalty is not None
+        ]
+        if not shares:
+            raise CollectionError(
+                f"{type(self.model).__name__} has drawn no dropout in its forward pass that has a strength: its rates "
+                "are 0, the modules that draw are in eval mode, or their kinds are switched off. Build it with rates "
+                "above 0, or attach xd.ExplicitDropout, which needs none."
+            )
+        return self._total.of(shares)
+
+    def _kind(self, term: Term) -> Kind:
+        return self._leave.found[term.site].component
+
+    def strengths(self) -> dict[str, float]:
+        """The λ of every site that was found, at the next call, by site name."""
+        return {site.name: self._schedules[site.component].at(self.calls) for site in self.sites}
+
+    def remove(self) -> None:
+        """Take every hook off and give the model its dice back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module, name, rate in self.silenced:
+            setattr(module, name, rate)
+        self.silenced.clear()
+        super().remove()
+
+    def summary(self) -> str:
+        """Where the model draws dropout, and what stands for it, as a table: after a forward pass in train mode."""
+        sites = self.sites
+        lines = [f"DropoutTwins of {type(self.model).__name__}: {len(sites)} places"]
+        if sites:
+            strengths = self.strengths()
+            rows = [[s.path or "(model)", s.component, f"{s.rate:g}", f"{strengths[s.name]:g}"] for s in sites]
+            lines.append(table(["module", "twin", "p", "λ"], rows))
+        else:
+            lines.append("They show in the first forward pass in train mode.")
+        if self._removed:
+            lines.append("Removed: the model has its dice back.")
+        return "\n".join(lines)
+
+
+def convert_dropout(
+    model: nn.Module,
+    strength: float | Schedule = 1e-3,
+    *,
+    linear: float | Schedule | None = None,
+    attention_weights: float | Schedule | None = None,
+    hidden: float | Schedule | None = None,
+    drop_path: float | Schedule | None = None,
+    padding: Padding = "auto",
+    others: Others = "refuse",
+    **unknown: Never,
+) -> DropoutTwins:
+    """Switch all dice of a model off, and have the expected effect of each as a penalty instead.
+
+        twins = xd.convert_dropout(model, 1e-3)
+        loss = criterion(model(x), y) + twins()
+
+    Every dropout that the model draws in train mode counts, at its own rate p and under `inverted(p)`, the law of
+    `nn.Dropout`: modules, functions and the `dropout_p` of fused attention. Its twin is ½ E‖deviation‖², a mean over
+    real tokens, measured where the mask meets the next linear map:
+
+    - `linear`: the result goes to one linear layer and nowhere else (dropout inside feed-forward networks);
+    - `attention_weights`: they are dropped from, and multiplied with values;
+    - `hidden`: anything else (residual branches, embeddings), measured at the result itself;
+    - `drop_path`: whole branches (stochastic depth), measured at the branch.
+
+    Args:
+        strength: λ, a number or a schedule over calls. There is no value that makes a penalty equal to dropout: choose
+            it by validation.
+        linear, attention_weights, hidden, drop_path: a λ of their own; 0 for neither dice nor penalty.
+        padding: "auto" takes `attention_mask` of models and `src_key_padding_mask` of torch.nn's layers as real tokens;
+            None counts all tokens; a function of (module path, x) returns the mask.
+        others: "refuse" raises where the model draws random numbers that have no twin; "keep" lets it.
+    """
+    return DropoutTwins(
+        model, strength, linear=linear, attention_weights=attention_weights, hidden=hidden, drop_path=drop_path,
+        padding=padding, others=others, **unknown,
+    )  # fmt: skip
+
+
+def drop_path_rate(module: nn.Module) -> tuple[str, float] | None:
+    """The rate of a module of stochastic depth, and the name it is kept under; None if it is none, or draws nothing."""
+    if not type(module).__name__.endswith(("DropPath", "StochasticDepth")):
+        return None
+    for name in ("drop_prob", "p"):
+        rate = getattr(module, name, None)
+        if isinstance(rate, float | int):
+            return (name, float(rate)) if rate else None
+    return None
+
+
+def _schedule(kind: str, strength: float | Schedule) -> Schedule:
+    if isinstance(strength, Mapping | list | tuple):
+        raise InputError(kind, "one strength: a finite number ≥ 0 or a schedule", repr(strength))
+    return by_layer(kind, strength, 1)[0]
+
+
+def _refuse_chunks(model: nn.Module) -> None:
+    for path, part in model.named_modules():
+        size = getattr(part, "chunk_size_feed_forward", 0)
+        if isinstance(size, int) and size > 0:
+            raise UnsupportedSiteError(
+                f"{path or 'the model'} runs its feed-forward layers on {size} tokens at a time, so that each chunk "
+                "would count as a batch of its own. Set chunk_size_feed_forward = 0 in the model's configuration."
+            )

@@ -1,0 +1,593 @@
+"""convert_dropout: every draw of a real model has its twin, equal to what masks do on average, and no dice are left."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import explicit_dropout as xd
+from explicit_dropout.hooks.dice import Weighed
+from explicit_dropout.hooks.twins import LeaveHook, kind_of
+
+transformers = pytest.importorskip("transformers")
+timm = pytest.importorskip("timm")
+torchvision = pytest.importorskip("torchvision")
+
+IDS = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(1))
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+TOKENS = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(3))
+TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SEQUENCES = {
+    "vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "attention_dropout": 0.2,
+    "activation_dropout": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def layers(**options):
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.2, **{"batch_first": True, **options})
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def bert(attention="sdpa"):
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT, attn_implementation=attention))
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=2, n_head=4, n_positions=8, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bart():
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**SEQUENCES))
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2, attention_dropout=0.2, pad_token_id=0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def timm_vit():
+    return timm.models.vision_transformer.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=4, mlp_ratio=1.5, num_classes=3, drop_rate=0.1,
+        pos_drop_rate=0.1, proj_drop_rate=0.2, attn_drop_rate=0.3, drop_path_rate=0.4,
+    )  # fmt: skip
+
+
+def torchvision_vit():
+    return torchvision.models.VisionTransformer(32, 8, 2, 4, 16, 24, dropout=0.1, attention_dropout=0.2, num_classes=3)
+
+
+MASKED = {"attention_mask": MASK}
+PADDED = {"src_key_padding_mask": MASK == 0}
+BOTH = {**MASKED, "decoder_input_ids": IDS}
+MODELS = {
+    "torch.nn": (layers, (TOKENS,), {}, 8),
+    "torch.nn, norm first, padded": (lambda: layers(norm_first=True), (TOKENS,), PADDED, 8),
+    "torch.nn, tokens first": (lambda: layers(batch_first=False), (TOKENS.transpose(0, 1),), PADDED, 8),
+    "BERT": (bert, (IDS,), MASKED, 8),
+    "BERT, eager": (lambda: bert("eager"), (IDS,), MASKED, 8),
+    "GPT-2": (gpt2, (IDS,), MASKED, 7),
+    "BART": (bart, (IDS,), BOTH, 12),
+    "T5": (t5, (IDS,), BOTH, 14),
+    "Llama": (llama, (IDS,), MASKED, 2),
+    "timm ViT": (timm_vit, (IMAGES,), {}, 12),
+    "torchvision ViT": (torchvision_vit, (IMAGES,), {}, 9),
+}
+
+
+def made(name):
+    make, args, kwargs, number = MODELS[name]
+    torch.manual_seed(0)
+    return make().train(), args, kwargs, number
+
+
+def converted(model, strength=1.0, **options):
+    others = "keep" if "Bart" in type(model).__name__ else "refuse"  # it draws for LayerDrop, at rate 0 as well
+    return xd.convert_dropout(model, strength, others=others, **options)
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    """The draws of forward passes by name, as the library hands them to the closed forms."""
+    found, add = {}, LeaveHook._add
+
+    def noted(self, model, name, kind, draw):
+        found[name] = draw
+        return add(self, model, name, kind, draw)
+
+    monkeypatch.setattr(LeaveHook, "_add", noted)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- what they are equal to
+
+
+def sampled(draw, number=4000):
+    """½ ‖deviation‖² of a draw for so many masks that torch's own dropout draws, padded tokens included."""
+    if isinstance(draw, Weighed):
+        query, key, value, mask, causal, scale = draw.call()
+        clean = F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
+        many = [t.expand(number // 100, *t.shape) for t in (query, key, value)]
+        noisy = [F.scaled_dot_product_attention(*many, mask, draw.rate, causal, scale=scale) for _ in range(100)]
+        return 0.5 * (torch.cat(noisy) - clean).square().flatten(1).sum(1)
+    kind = kind_of(draw)
+    operand = draw.uses[0].x if kind in ("linear", "attention_weights") else draw.x
+    many = operand.expand(number, *operand.shape)
+    if kind == "drop_path":
+        shape = (number, operand.shape[0], *(1 for _ in operand.shape[1:]))
+        deviation = many * (torch.rand(shape) >= draw.rate) / (1 - draw.rate) - many
+    else:
+        deviation = F.dropout(many, draw.rate) - many
+    if kind == "linear":
+        deviation = deviation @ draw.uses[0].other.mT
+    elif kind == "attention_weights":
+        deviation = deviation @ draw.uses[0].other
+    return 0.5 * deviation.square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_twin_is_what_masks_do_on_average(name, draws):
+    model, args, kwargs, number = made(name)
+    twins = converted(model, padding=None)
+    model(*args, **kwargs)
+    twins()
+    assert len(twins.sites) == number == len(draws)
+    terms = twins.terms()
+    with torch.no_grad():
+        for site, draw in draws.items():
+            energies = sampled(draw).double()
+            tokens = energies.mean().item() / terms[site].item()  # J is a mean over tokens: a whole number of them
+            error = energies.std().item() / len(energies) ** 0.5 / terms[site].item()
+            assert abs(tokens - round(tokens)) < 4 * error + 1e-4, site
+            assert round(tokens) in (2, 12, 32, 34), site  # samples, tokens of text, patches, patches and the class
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_dice_are_left_and_the_model_computes_what_it_does_in_eval_mode(name):
+    model, args, kwargs, _ = made(name)
+    quiet = copy.deepcopy(model).eval()
+    twins = converted(model, 0.1)
+    state = torch.get_rng_state()
+    found = model(*args, **kwargs)
+    if name != "BART":
+        assert torch.equal(state, torch.get_rng_state())
+    penalty = twins()
+    (_first(found).square().mean() + penalty).backward()
+    assert_close(_first(found), _first(quiet(*args, **kwargs)), rtol=1e-5, atol=1e-5)
+    model(*args, **kwargs)
+    assert twins() == penalty
+
+
+def _first(output):
+    return output if isinstance(output, torch.Tensor) else output["logits"]
+
+
+def test_the_penalty_is_lambda_times_terms_and_its_gradient_is_theirs():
+    model, args, kwargs, _ = made("timm ViT")
+    schedule = xd.strengths.linear(0.0, 1.0, 2)
+    twins = xd.convert_dropout(model, 0.5, hidden=schedule, attention_weights=0)
+    for step in range(3):
+        model(*args, **kwargs)
+        strengths = twins.strengths()
+        penalty, terms = twins(), twins.terms()
+        by_kind = {site.name: site.component for site in twins.sites}
+        assert not any(by_kind[name] == "attention_weights" for name in terms)
+        wanted = {"linear": 0.5, "drop_path": 0.5, "hidden": schedule.at(step)}
+        assert_close(penalty, sum(wanted[by_kind[name]] * term for name, term in terms.items()))
+        assert all(strengths[name] == wanted[by_kind[name]] for name in terms if name in strengths)
+    assert twins.state_dict() == {"calls": 3}
+
+
+def test_gradients_are_those_of_the_closed_forms_written_by_hand():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.dropout = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(0.25)
+
+        def forward(self, x):
+            return x + F.dropout(self.down(self.dropout(self.up(x).relu())), 0.5, self.training)
+
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(3, 4, 8, dtype=torch.float64)
+    twins = xd.convert_dropout(model, 0.7)
+    model(x)
+    penalty = twins()
+    found = torch.autograd.grad(penalty, list(model.parameters()))
+    inner = model.up(x).relu()
+    by_hand = 0.7 * (
+        xd.functional.linear(inner, model.down.weight, xd.inverted(0.25))
+        + xd.functional.hidden(model.down(inner), xd.inverted(0.5))
+    )
+    assert_close(penalty.double(), by_hand, rtol=1e-6, atol=0)
+    for ours, theirs in zip(found, torch.autograd.grad(by_hand, list(model.parameters())), strict=True):
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_result_that_goes_to_a_linear_layer_and_elsewhere_is_measured_at_itself():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            dropped = F.dropout(x, 0.2, self.training)
+            return dropped.view(-1, 8) + self.layer(dropped.reshape(-1, 8))
+
+    twins = xd.convert_dropout(Net(), 1.0)
+    twins.model(torch.randn(2, 3, 8))
+    assert [(site.path, site.component) for site in twins.sites] == [("", "hidden")]
+
+
+def test_results_changed_in_place_leave_the_penalty_as_it_was():
+    class Net(nn.Module):
+        def __init__(self, in_place):
+            super().__init__()
+            self.layer, self.in_place = nn.Linear(8, 8), in_place
+
+        def forward(self, x):
+            dropped = F.dropout(self.layer(x), 0.2, self.training, inplace=self.in_place)
+            if self.in_place:
+                dropped += 1
+                return dropped
+            return dropped + 1
+
+    torch.manual_seed(0)
+    x, found = torch.randn(2, 3, 8), []
+    for in_place in (False, True):
+        torch.manual_seed(1)
+        model = Net(in_place)
+        twins = xd.convert_dropout(model, 1.0)
+        output = model(x)
+        penalty = twins()
+        found.append((output, penalty, *torch.autograd.grad(penalty, list(model.parameters()))))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_drop_path_that_does_not_rescale_has_the_moments_of_the_plain_mask():
+    model = nn.Sequential(nn.Linear(4, 4), timm.layers.DropPath(0.3, scale_by_keep=False))
+    twins = xd.convert_dropout(model, 1.0)
+    found = model(torch.randn(5, 6, 4))
+    assert_close(twins(), xd.functional.drop_path(found, xd.bernoulli(0.3)))
+
+
+@pytest.mark.parametrize("padding", ["none", "boolean", "added"])
+@pytest.mark.parametrize("mask", ["none", "boolean", "added", "by head"])
+@pytest.mark.parametrize("width", [16, 12], ids=["one weight", "three weights"])
+def test_heads_and_masks_of_multihead_attention_are_its_own(width, mask, padding, draws):
+    """What the twin is made of, given to fused attention, makes the output of the module."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(16, 4, 0.2, kdim=width, vdim=width, batch_first=True)
+    nn.init.normal_(module.in_proj_bias)
+    model = nn.ModuleDict({"attention": module})
+    model.forward = lambda *args, **options: module(*args, **options)[0]
+    context = torch.randn(2, 5, width)
+    hidden = torch.rand(2 * 4, 6, 5) < 0.3
+    hidden[..., 0] = False
+    real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) == 1
+    masks = {"none": None, "boolean": hidden[0], "added": torch.randn(6, 5), "by head": hidden}
+    paddings = {"none": None, "boolean": ~real, "added": torch.where(real, 0.0, -torch.inf)}
+    options = {"attn_mask": masks[mask], "key_padding_mask": paddings[padding], "need_weights": False}
+    if padding == "added" and mask in ("boolean", "by head"):
+        options["attn_mask"] = torch.zeros_like(hidden, dtype=torch.float32).masked_fill(hidden, -torch.inf)
+    if padding == "boolean" and mask == "added":
+        options["key_padding_mask"] = paddings["added"]
+    twins = xd.convert_dropout(model, 1.0, padding=None)
+    output = model(TOKENS, context, context, **options)
+    twins()
+    (draw,) = draws.values()
+    query, key, value, found, causal, scale = draw.call()
+    attended = F.scaled_dot_product_attention(query, key, value, found, 0.0, causal, scale=scale)
+    assert_close(module.out_proj(attended.transpose(1, 2).flatten(2)), output)
+
+
+# ---------------------------------------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize("name", ["torch.nn, norm first, padded", "torch.nn, tokens first", "BERT", "GPT-2", "BART"])
+def test_padded_tokens_do_not_count(name):
+    """Two sequences, one of them padded: the terms are those of each alone, unpadded, weighted by its tokens."""
+    model, args, kwargs, _ = made(name)
+    model = model.double()
+    tokens_first = name == "torch.nn, tokens first"
+
+    def alone(tensor, sample, length):
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2:
+            return tensor
+        if tokens_first and tensor.ndim == 3:
+            return tensor[:length, sample : sample + 1]
+        return tensor[sample : sample + 1, :length]
+
+    def terms(inputs, options):
+        twins = converted(model)
+        wide = [t.double() if t.is_floating_point() else t for t in inputs]
+        model(*wide, **options)
+        twins()
+        found = twins.terms()
+        twins.remove()
+        return found
+
+    together = terms(args, kwargs)
+    parts = []
+    for sample, length in enumerate((6, 4)):
+        own = {key: alone(value, sample, length if "decoder" not in key else 6) for key, value in kwargs.items()}
+        parts.append(terms([alone(t, sample, length) for t in args], own))
+    for site, term in together.items():
+        full = "decoder" in site or site.startswith("dropout")  # of which no mask speaks, or one for each sample
+        weights = (1, 1) if full else (6, 4)
+        wanted = sum(w * part[site] for w, part in zip(weights, parts, strict=True)) / sum(weights)
+        assert_close(term, wanted, rtol=1e-5, atol=1e-8, msg=lambda text, site=site: f"{site}: {text}")
+
+
+def test_a_padding_function_and_none():
+    model, args, kwargs, _ = made("torch.nn, norm first, padded")
+    terms = []
+    for padding in ("auto", lambda _path, x: (MASK == 1)[:, : x.shape[-2]], None):
+        twins = xd.convert_dropout(model, 1.0, padding=padding)
+        model(*args, **kwargs)
+        terms.append(twins())
+        twins.remove()
+    assert_close(terms[0], terms[1])
+    assert not torch.isclose(terms[0], terms[2])
+
+
+# ---------------------------------------------------------------------------------------------- compiled
+
+
+LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler does
+
+
+@LOOKS
+@pytest.mark.parametrize("name", ["torch.nn, tokens first", "timm ViT", "GPT-2", "BERT"])
+def test_compiled_without_a_break_it_is_the_same(name):
+    torch.compiler.reset()
+    model, args, kwargs, _ = made(name)
+    twins = converted(model)
+    model(*args, **kwargs)
+    eager = twins()
+    wanted = torch.autograd.grad(eager, list(model.parameters()), allow_unused=True)
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        fast(*args, **kwargs)
+        penalty = twins()
+        assert_close(penalty, eager)
+        found = torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True)
+        for ours, theirs in zip(found, wanted, strict=True):
+            if theirs is not None:
+                assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    torch.compiler.reset()
+
+
+@LOOKS
+def test_compiled_with_breaks_it_is_the_same():
+    torch.compiler.reset()
+    model, args, kwargs, _ = made("BART")
+    twins = converted(model)
+    model(*args, **kwargs)
+    eager = twins()
+    torch.compile(model, backend="aot_eager")(*args, **kwargs)
+    assert_close(twins(), eager)
+    torch.compiler.reset()
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+class Calling(nn.Module):
+    """A model that does in its forward pass what it is told."""
+
+    def __init__(self, function, rate=0.1):
+        super().__init__()
+        self.layer, self.dropout, self.function = nn.Linear(4, 4), nn.Dropout(rate), function
+
+    def forward(self, x):
+        return self.function(self, self.dropout(self.layer(x)))
+
+
+X = torch.randn(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda _self, x: x * torch.rand(x.shape), "by rand"),
+        (lambda _self, x: x * torch.empty_like(x).bernoulli_(0.5), "by bernoulli_"),
+        (lambda self, x: F.alpha_dropout(x, 0.1, self.training), "by alpha_dropout"),
+        (lambda _self, x: x * torch.ops.aten.native_dropout(x, 0.5, True)[1], "where torch does not let one look"),
+    ],
+)
+def test_other_dice_are_refused_or_kept(function, words):
+    model = Calling(function)
+    twins = xd.convert_dropout(model, 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match=words):
+        model(X)
+    twins.remove()
+    twins = xd.convert_dropout(model, 1.0, others="keep")
+    model(X)
+    assert twins() > 0
+
+
+def test_what_cannot_be_exact_is_refused_with_the_place():
+    inner = Calling(lambda _self, x: x)
+
+    class Outer(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.inner, self.reentrant = inner, reentrant
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+    for reentrant, words in ((False, "inner.dropout: activation checkpointing"), (True, "without gradients")):
+        twins = xd.convert_dropout(Outer(reentrant), 1.0)
+        with pytest.raises(xd.ExplicitDropoutError, match=words):
+            twins.model(X.clone().requires_grad_())
+        twins.remove()
+    twins = xd.convert_dropout(Calling(lambda _self, x: x, rate=1.0), 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="dropout: dropout at rate 1"):
+        twins.model(X)
+    appended = nn.TransformerEncoderLayer(4, 2, 8, 0.1, batch_first=True)
+    appended.self_attn = nn.MultiheadAttention(4, 2, 0.1, add_bias_kv=True, batch_first=True)
+    twins = xd.convert_dropout(appended, 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="self_attn: bias_k"):
+        appended(X)
+
+
+def test_a_penalty_that_would_be_nothing_is_an_error():
+    model = Calling(lambda _self, x: x, rate=0.0)
+    twins = xd.convert_dropout(model, 1.0)
+    with pytest.raises(xd.CollectionError, match="no training forward pass"):
+        twins()
+    model(X)
+    with pytest.raises(xd.CollectionError, match="has drawn no dropout"):
+        twins()
+    twins.remove()
+    with pytest.raises(xd.CollectionError, match="was removed"):
+        twins()
+    model.dropout.p = 0.3
+    twins = xd.convert_dropout(model, 1.0)
+    model.eval()(X)
+    with pytest.raises(xd.CollectionError, match="no training forward pass"):
+        twins()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strength": -1.0}, "strength"),
+        ({"hidden": [1.0, 2.0]}, "one strength"),
+        ({"others": "allow"}, "others"),
+        ({"padding": 3}, "padding"),
+        ({"value": 1.0}, "'value'; the closest is"),
+    ],
+)
+def test_bad_arguments(options, words):
+    with pytest.raises(xd.InputError, match=words):
+        xd.convert_dropout(nn.Dropout(), **options)
+
+
+def test_one_regulariser_at_a_time():
+    model = layers()
+    twins = xd.convert_dropout(model)
+    for attach in (xd.convert_dropout, lambda m: xd.ExplicitDropout(m, xd.paper(0.1), value=1.0)):
+        with pytest.raises(xd.InputError, match="without a regulariser"):
+            attach(model)
+    twins.remove()
+    xd.ExplicitDropout(model, xd.paper(0.1), value=1.0).remove()
+
+
+# ---------------------------------------------------------------------------------------------- living with a model
+
+
+def test_removed_it_leaves_the_model_as_it_was():
+    model, args, kwargs, _ = made("timm ViT")
+    keys = list(model.state_dict())
+    torch.manual_seed(3)
+    before = model(*args, **kwargs)
+    with xd.convert_dropout(model) as twins:
+        model(*args, **kwargs)
+        assert list(model.state_dict()) == keys
+        assert "12 places" in str(twins)
+    torch.manual_seed(3)
+    assert torch.equal(model(*args, **kwargs), before)
+
+
+def test_copies_are_inert_and_the_model_can_be_saved():
+    model = layers()
+    twins = xd.convert_dropout(model, 1.0, padding=lambda _path, _x: None)
+    model(TOKENS)
+    twins()
+    twin = copy.deepcopy(model)
+    torch.manual_seed(0)
+    assert not torch.equal(twin(TOKENS), twin(TOKENS))  # it has its dice
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    torch.load(file, weights_only=False)(TOKENS)
+    assert torch.equal(model(TOKENS), model(TOKENS))
+    assert twins() > 0
+
+
+def test_passes_without_gradients_have_no_dice_and_no_terms():
+    model = layers()
+    twins = xd.convert_dropout(model, 1.0)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), model(TOKENS))
+    with pytest.raises(xd.CollectionError, match="no training forward pass"):
+        twins()
+    model(TOKENS)
+    twins.discard()
+    with pytest.raises(xd.CollectionError, match="no training forward pass"):
+        twins()
+
+
+def test_two_passes_are_one_batch():
+    model = layers()
+    twins = xd.convert_dropout(model, 1.0)
+    model(TOKENS)
+    whole = twins()
+    model(TOKENS[:1])
+    model(TOKENS[1:])
+    assert_close(twins(), whole)
+
+
+def test_a_pass_that_fails_or_is_interrupted_leaves_the_dice_of_others_alone():
+    def stop(self, x):
+        if self.error:
+            raise self.error
+        return x
+
+    model, other = Calling(stop), nn.Dropout(0.5)
+    twins = xd.convert_dropout(model, 1.0)
+    for error in (ValueError(), KeyboardInterrupt()):
+        model.error = error
+        with pytest.raises(type(error)):
+            model(X)
+        assert (other(torch.ones(1000)) == 0).any()
+        model.error = None
+        model(X)
+        assert twins() > 0
+        assert (other(torch.ones(1000)) == 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_penalty_is_float32_under_autocast(dtype):
+    model, args, kwargs, _ = made("timm ViT")
+    twins = xd.convert_dropout(model, 1.0)
+    model(*args, **kwargs)
+    full = twins()
+    with torch.autocast("cpu", dtype):
+        model(*args, **kwargs)
+        penalty = twins()
+    assert penalty.dtype == torch.float32
+    assert_close(penalty, full, rtol=2e-2, atol=0)
+
+
+def test_training_with_it_lowers_the_penalty():
+    torch.manual_seed(0)
+    model = layers()
+    twins = xd.convert_dropout(model, 1.0)
+    optimiser, found = torch.optim.Adam(model.parameters(), 1e-2), []
+    for _ in range(20):
+        loss = F.mse_loss(model(TOKENS), TOKENS) + (penalty := twins())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        found.append(penalty.item())
+    assert found[-1] < 0.5 * found[0]
