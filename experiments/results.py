@@ -74,7 +74,10 @@ def source(name: str, root: Path) -> Source:
 CHOICES = ("recipe", "strength", "strength_gtzan")
 """Experiments that choose settings, by validation alone: their test numbers are not shown."""
 
-TABLES = ("table1", "table2", "table3", "table4", "table5", "rates", "label_noise", "noise", "few_images")
+TABLES = (
+    "table1", "table2", "table3", "table4", "table5", "rates", "label_noise", "noise", "few_images", "few_images_again",
+    "few_cifar",
+)  # fmt: skip
 
 
 def page(root: Path) -> str:
@@ -98,7 +101,8 @@ def page(root: Path) -> str:
         "`none+implicit` is `nn.Dropout` in feed-forward layers, `explicit_v+explicit` has the penalties of values and "
         "of feed-forward layers; [the laboratory](laboratory.md#rows) has all names. Penalties are under the law "
         "`paper` unless a row names another, means over tokens unless it says token sums. All rates are p = 0.2, in "
-        "penalties and masks, except where the rate is what is studied; none was chosen for a row.",
+        "penalties and masks, except where the rate is what is studied, or a row says *p chosen*: on validation data, "
+        "as λ is.",
         "",
         *overview(sources.values()),
         *answered(analyses.values()),

@@ -45,10 +45,10 @@ pytestmark = [
 class Encoder(nn.Module):
     """Tokens in, two classes out; the loss is a mean over the batch, and no argument of the Trainer changes it."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.embed = nn.Embedding(20, 16)
-        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(16, 2)
 
@@ -264,6 +264,35 @@ def test_a_regulariser_of_another_model_is_refused(tmp_path):
         ExplicitDropoutCallback(attached(classifier())).setup(None, Module(classifier()), "fit")
     with pytest.raises(xd.InputError, match="an ExplicitDropout"):
         ExplicitDropoutCallback("reg")
+
+
+def dropping():
+    """A classifier with dice, which converted leaves none."""
+    torch.manual_seed(0)
+    return Encoder(dropout=0.3)
+
+
+@pytest.mark.parametrize("framework", ["Trainer", "Lightning"])
+def test_twins_of_dropout_go_where_a_regulariser_goes(tmp_path, framework):
+    data, expected = examples(False), dropping()
+    twins = xd.convert_dropout(expected, 0.1)
+    optimiser = torch.optim.SGD(expected.parameters(), lr=RATE)
+    for batch in batches(data) * 2:
+        (expected(**batch)["loss"] + twins()).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    model = dropping()
+    twins = xd.convert_dropout(model, 0.1)
+    if framework == "Trainer":
+        trainer = InOrder(model, arguments(tmp_path), train_dataset=data, regulariser=twins)
+        trainer.train()
+        logged = trainer.state.log_history[-2]
+    else:
+        trainer = lightning_trainer(tmp_path, twins)
+        trainer.fit(Module(model), DataLoader(data, 4))
+        logged = trainer.callback_metrics
+    assert {"penalty", "penalty/hidden", "penalty/linear", "strength/attention_weights"} <= set(logged)
+    same_weights(model, expected)
 
 
 # ------------------------------------------------------------------------------------------------ Lightning

@@ -14,8 +14,10 @@ from scipy import stats
 from explicit_dropout import InputError
 from explicit_dropout.lab.config import Data, Run, Training
 from explicit_dropout.lab.report.tables import tables
+from explicit_dropout.lab.rows import named, treatments
 from explicit_dropout.lab.statistics import Estimate, analyse, differences, edges, grids, holm, repetition
 from explicit_dropout.lab.store import SPREAD
+from explicit_dropout.lab.sweep import select
 from synthetic_sweep import experiment
 
 fractions = st.floats(0.01, 0.99)
@@ -220,6 +222,29 @@ def test_runs_of_others_are_left_alone_and_no_run_counts_twice():
     results = [scored(run, 0.8) for run in made.runs]
     stranger = scored(replace(made.runs[0], seed=77), 0.1)
     assert analyse(made, [*results, *results, stranger]) == analyse(made, results)
+
+
+def test_pooled_rows_are_one_whose_rate_validation_chooses():
+    rates = (0.1, 0.2, 0.5)
+    names = [named("none+implicit", rate=rate) for rate in rates]
+    made = small(("none+none",), rates=(1e-3,), baseline="none+none")
+    some = [t for rate in rates for t in treatments("none+implicit", [0.0], rate=rate)]
+    runs = [replace(run, treatment=treatment) for run in made.runs for treatment in some]
+    made = replace(made, runs=(*made.runs, *runs), pooled={"none+implicit [p chosen]": tuple(names)})
+    assert made.rows == ("none+none", "none+implicit [p chosen]")
+    scores = {0.1: (0.7, 0.9), 0.2: (0.8, 0.6), 0.5: (0.75, 0.95)}  # validation, test
+    found = analyse(made, [scored(run, *scores[run.treatment.rate]) for run in made.runs])
+    pooled = found["none+implicit [p chosen]"]
+    assert pooled.chosen.run.treatment.rate == 0.2
+    assert pooled.test.mean == pytest.approx(0.6)
+    assert (found.planned, found.finished, pooled.planned) == (12, 12, 9)
+    assert {run.treatment.rate for run in select([made], ["none+implicit [p chosen]"])} == set(rates)
+    assert {run.row for run in select([made], [names[0]])} == {names[0]}
+    shown = tables(made, [scored(run, 0.8) for run in made.runs])[0]
+    assert {line["row"]: line["runs"] for line in shown.rows}["none+implicit [p chosen]"] == "9 of 9"
+    for wrong in ((names[0], names[0]), ("none+other",)):
+        with pytest.raises(InputError, match="pooled"):
+            replace(made, pooled={"both": wrong})
 
 
 # ------------------------------------------------------------------------------------------------ paired differences
