@@ -42,7 +42,8 @@ SHORT = (
     "Q+FF paper", "QK+FF inverted", "V+FF paper, plain autograd", "V+FF paper, literal traces",
 )  # fmt: skip
 LONG = tuple(name for name in TREATMENTS if name in SHORT or name in (
-    "model's own dropout", "V+FF bernoulli", "Q+FF inverted", "V+FF inverted, plain autograd",
+    "model's own dropout", "model's own dropout, twins", "V+FF bernoulli", "Q+FF inverted",
+    "V+FF inverted, plain autograd",
 ))  # fmt: skip
 DEFAULTS = {"cpu": LONG, "cuda": SHORT}
 

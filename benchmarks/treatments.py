@@ -24,20 +24,20 @@ class Treatment:
     """How components are treated.
 
     - none: not at all.
-    - model: by the dropout that the model brings, everywhere where it has some.
+    - model: by the dropout that the model brings, everywhere where it has some. twins: by `convert_dropout` of that.
     - stochastic: by nn.Dropout on the input of each site, the place where explicit dropout stands for it.
     - drop_key: DropKey in attention, nn.Dropout on the inputs of feed-forward layers.
     - explicit: by `ExplicitDropout`. plain: the same without fused kernels. literal: the same as traces.
     """
 
-    kind: Literal["none", "model", "stochastic", "drop_key", "explicit", "plain", "literal"] = "none"
+    kind: Literal["none", "model", "twins", "stochastic", "drop_key", "explicit", "plain", "literal"] = "none"
     components: tuple[str, ...] = ()
     noise: xd.Noise | None = None
 
     @property
     def own_rate(self) -> float:
         """The rate of the model's own dropout."""
-        return RATE if self.kind == "model" else 0.0
+        return RATE if self.kind in ("model", "twins") else 0.0
 
     def attach(self, model: nn.Module) -> Callable[[], Tensor] | None:
         """Change the model; what is returned gives the penalty after each forward pass."""
@@ -45,6 +45,8 @@ class Treatment:
             drop_inputs(model, self.components)
         if self.kind == "drop_key":
             drop_keys(model, RATE)
+        if self.kind == "twins":
+            return xd.convert_dropout(model, STRENGTH)
         if self.noise is None:
             return None
         if self.kind == "literal":
@@ -85,6 +87,7 @@ def _all() -> dict[str, Treatment]:
     found = {
         "none": Treatment(),
         "model's own dropout": Treatment("model"),
+        "model's own dropout, twins": Treatment("twins"),
         "stochastic V+FF": Treatment("stochastic", ("value", "feed_forward")),
         "stochastic Q+FF": Treatment("stochastic", ("query", "feed_forward")),
         "DropKey+FF": Treatment("drop_key", ("feed_forward",)),

@@ -97,6 +97,24 @@ def test_inspect_finds_cross_attention_of_other_families(capsys):
     assert "(cross)" in out
 
 
+def test_twins_shows_the_dropout_of_the_model(capsys):
+    status, out, _ = run(capsys, "twins", "torch:TransformerDecoderLayer(16, 4, 24)")
+    assert status == 0
+    assert "TransformerDecoderLayer: dropout at 6 places" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["multihead_attn", "attention_weights", "0.1"] in lines
+    assert ["dropout", "linear", "0.1"] in lines
+    status, out, _ = run(capsys, "twins", "hf:llama", *SMALL, "--set", "attention_dropout=0.3", "--json")
+    found = json.loads(out)["dropout"]
+    assert status == 0
+    assert [(draw["module"], draw["twin"], draw["p"]) for draw in found] == [
+        (f"layers.{layer}.self_attn", "attention_weights", 0.3) for layer in range(2)
+    ]
+    status, out, _ = run(capsys, "twins", "hf:llama", *SMALL)
+    assert status == 0
+    assert "Its rates are 0" in out
+
+
 # ------------------------------------------------------------------------------------------------ verify
 
 
@@ -309,11 +327,11 @@ def test_a_library_that_fails_while_it_is_used_is_told_in_a_line(capsys, monkeyp
 # ------------------------------------------------------------------------------------------------ help, packaging
 
 
-@pytest.mark.parametrize("command", [(), ("inspect",), ("verify",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("inspect",), ("verify",), ("twins",)], ids=" ".join)
 def test_help_teaches_by_example(capsys, command):
     status, out, _ = run(capsys, *command, "--help")
     assert status == 0
-    assert "explicit-dropout verify" in out or "explicit-dropout inspect" in out
+    assert any(f"explicit-dropout {example}" in out for example in command or ("verify", "inspect"))
     assert "hf:" in out
 
 

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from explicit_dropout.cli.demo import demo
     from explicit_dropout.cli.inspecting import inspect
     from explicit_dropout.cli.output import complain, console, flush, silence, tolerate_any_character
+    from explicit_dropout.cli.own_dropout import twins
     from explicit_dropout.cli.reporting import report
     from explicit_dropout.cli.sweeping import sweep
     from explicit_dropout.cli.training import train
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "demo": demo,
         "inspect": inspect,
         "verify": verify,
+        "twins": twins,
         "data": data,
         "train": train,
         "sweep": sweep,
