@@ -375,7 +375,8 @@ SUMMARISED = {
 COLUMNS = {
     "table1": "CIFAR-10", "label_noise_40": "CIFAR-10, 40 % label noise", "table2": "CIFAR-100",
     "table3": "THUMOS14-I3D", "table4": "GTZAN-YAMNet",
-    "few_images_0": "300 digits", "few_images_40": "300 digits, 40 % label noise",
+    "few_cifar_0": "1000 images of CIFAR-10", "few_cifar_40": "the same, 40 % label noise",
+    "few_images_again_0": "300 digits", "few_images_again_40": "300 digits, 40 % label noise",
 }  # fmt: skip
 """Experiments of the summary."""
 FILES = {name: name if name.startswith("table") else name.rpartition("_")[0] for name in COLUMNS}
@@ -392,9 +393,15 @@ def reductions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
     return {**dict.fromkeys(COLUMNS, "token"), "table1": cifar, "label_noise_40": cifar, "table2": cifar, **others}
 
 
+def shown(analysis: Analysis, name: str) -> str:
+    """What a row is called in an experiment: where its rate is chosen, it says so."""
+    pooled = f"{name} [p chosen]"
+    return pooled if pooled in analysis.experiment.rows else name
+
+
 def row_of(analysis: Analysis, name: str) -> Row | None:
     """The row of that name, if the experiment has one."""
-    return next((row for row in analysis.rows if row.name == name), None)
+    return next((row for row in analysis.rows if row.name == shown(analysis, name)), None)
 
 
 def summary(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> str:
@@ -414,7 +421,7 @@ def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) ->
     lines = ["| | against `nn.Dropout` | against no regulariser | n |", "|---|---|---|---|"]
     for name, dataset in COLUMNS.items():
         row = named(COMPARED, reduction=reductions[name])
-        found = [pairs(analyses[name], row, other) for other in (BASELINE, "none+none")]
+        found = [pairs(analyses[name], row, shown(analyses[name], other)) for other in (BASELINE, "none+none")]
         if min(each.n for each in found) >= ENOUGH:
             estimates = (each.estimate for each in found)
             cells = [f"{percent(e.mean, signed=True)} {interval(e, signed=True)}" for e in estimates]

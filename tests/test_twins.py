@@ -2,7 +2,10 @@
 
 import copy
 import io
+import random
+import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -267,6 +270,216 @@ def test_drop_path_that_does_not_rescale_has_the_moments_of_the_plain_mask():
     assert_close(twins(), xd.functional.drop_path(found, xd.bernoulli(0.3)))
 
 
+class Function(nn.Module):
+    """Two layers, and what a function of them and the input makes."""
+
+    def __init__(self, function, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.function = nn.Linear(width, width), nn.Linear(width, width), function
+
+    def forward(self, x, *args, **kwargs):
+        return self.function(self, x, *args, **kwargs)
+
+    def dropped(self, x, **options):
+        return F.dropout(x, 0.2, self.training, **options)
+
+
+def changed_input(self, x):
+    x = self.first(x)
+    dropped = self.dropped(x)
+    x.mul_(3)
+    return x + dropped
+
+
+def added_in_place(self, x):
+    x = self.first(x)
+    x += self.second(self.dropped(x))
+    return x
+
+
+def written_to(self, x):
+    dropped = self.dropped(self.first(x))
+    dropped[..., 0] = 100.0
+    return self.second(dropped)
+
+
+CHANGES = {
+    "by a module": (lambda self, x: F.relu(self.dropped(self.first(x)), inplace=True), "hidden"),
+    "in its input": (changed_input, "hidden"),
+    "into what it came from": (added_in_place, "linear"),
+    "by an index": (written_to, "hidden"),
+    "in place from the start": (lambda self, x: self.dropped(self.first(x), inplace=True) + 1, "hidden"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_a_model_changes_in_place_does_not_move_the_penalty(change, compiled):
+    function, kind = CHANGES[change]
+    model, x = Function(function), torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    clean = model.first(x)
+    output = 4 * clean if function is changed_input else copy.deepcopy(model).eval()(x)  # where dropout is no copy
+    noise = xd.inverted(0.2)
+    wanted = xd.functional.hidden(clean, noise)
+    if kind == "linear":
+        wanted = xd.functional.linear(clean, model.second.weight, noise)
+    gradients = torch.autograd.grad(wanted, list(model.first.parameters()))
+    twins = xd.convert_dropout(model, 1.0)
+    found = (torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)(x)
+    penalty = twins()
+    assert_close(found, output)
+    assert_close(penalty, wanted)
+    assert [site.component for site in twins.sites] == [kind]
+    for ours, theirs in zip(torch.autograd.grad(penalty, list(model.first.parameters())), gradients, strict=True):
+        assert_close(ours, theirs)
+    torch.compiler.reset()
+
+
+def test_what_both_tensors_have_lost_is_an_error():
+    def both(self, x):
+        x = self.first(x)
+        dropped = self.dropped(x)
+        x.mul_(3)
+        dropped.mul_(2)
+        return x + dropped
+
+    twins = xd.convert_dropout(Function(both), 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="both the input and the result"):
+        twins.model(torch.randn(2, 3, 8))
+
+
+def test_uses_are_all_that_happens_to_a_result():
+    def kinds(function):
+        twins = xd.convert_dropout(Function(function), 1.0)
+        twins.model(torch.randn(2, 3, 8))
+        return [site.component for site in twins.sites]
+
+    def returned(self, x):
+        dropped = self.dropped(x)
+        return self.second(dropped), {"features": [dropped]}
+
+    assert kinds(returned) == ["hidden"]
+    assert kinds(lambda self, x: self.second(x.type_as(self.dropped(x)))) == ["hidden"]
+    assert kinds(lambda self, x: torch.matmul(input=self.dropped(x), other=self.second.weight)) == ["linear"]
+    assert kinds(lambda self, x: torch.addmm(self.second.bias, self.dropped(x).view(-1, 8), self.second.weight)) == [
+        "linear"
+    ]
+
+
+def attention(product):
+    """Attention of two heads with weights that are dropped from, and multiplied with values in one way or another."""
+
+    def forward(self, x):
+        parts = [torch.unflatten(layer(x), -1, (2, 4)).transpose(1, 2) for layer in (self.first, self.second)]
+        queries, values = parts
+        weights = (queries @ values.mT).softmax(-1)
+        return product(self.dropped(weights), values)
+
+    return Function(forward)
+
+
+PRODUCTS = {
+    "einsum": lambda a, v: torch.einsum("bhij,bhjd->bhid", a, v),
+    "einsum, values first": lambda a, v: torch.einsum("b h j d, b h i j -> b i h d", v, a),
+    "matmul by name": lambda a, v: torch.matmul(input=a, other=v),
+    "five axes": lambda a, v: a.view(1, *a.shape) @ v[None],
+}
+
+
+@pytest.mark.parametrize("way", PRODUCTS)
+def test_products_of_weights_and_values_are_recognised(way):
+    x, penalties = torch.randn(3, 5, 8), []
+    for product in (lambda a, v: a @ v, PRODUCTS[way]):
+        twins = xd.convert_dropout(attention(product), 1.0)
+        twins.model(x)
+        penalties.append(twins())
+        assert [site.component for site in twins.sites] == ["attention_weights"]
+    assert_close(*penalties)
+
+
+def test_weights_whose_product_is_not_recognised_are_refused():
+    twins = xd.convert_dropout(attention(lambda a, v: (v.mT @ a.mT).mT), 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="was not recognised"):
+        twins.model(torch.randn(3, 5, 8))
+
+
+def heads_in_one_axis(self, x, tokens_first=False):
+    x = x.transpose(0, 1) if not tokens_first else x
+    tokens, samples, _ = x.shape
+    parts = [layer(x).reshape(tokens, samples * 2, 4).transpose(0, 1) for layer in (self.first, self.second)]
+    weights = torch.bmm(parts[0], parts[1].mT).softmax(-1)
+    return torch.bmm(self.dropped(weights), parts[1])
+
+
+def test_samples_and_heads_in_one_axis_are_told_apart_or_refused():
+    x = torch.randn(3, 5, 8)
+    twins = xd.convert_dropout(attention(lambda a, v: a @ v), 1.0)
+    twins.model(x)
+    wanted = twins()
+    twins = xd.convert_dropout(Function(heads_in_one_axis), 1.0)
+    twins.model(x)
+    assert_close(twins(), wanted)
+    for other, options in ((x.transpose(0, 1), {"tokens_first": True}), (torch.randn(5, 5, 8), {})):
+        with pytest.raises(xd.UnsupportedSiteError, match="samples and heads in one axis"):
+            twins.model(other, **options)
+    stacked = xd.convert_dropout(Function(lambda self, x: torch.bmm(self.dropped(x), x.mT)), 1.0)
+    stacked.model(x)
+    assert [site.component for site in stacked.sites] == ["hidden"]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_a_mask_for_each_head_is_that_of_four_axes(samples):
+    def forward(self, x, axes):
+        queries, keys = (torch.unflatten(layer(x), -1, (4, 2)).transpose(1, 2) for layer in (self.first, self.second))
+        bias = -torch.arange(5.0) * torch.arange(1, 5)[:, None, None]
+        bias = bias.expand(4, 5, 5)
+        return F.scaled_dot_product_attention(queries, keys, keys, bias if axes == 3 else bias[None], 0.2)
+
+    twins = xd.convert_dropout(Function(forward), 1.0)
+    penalties = []
+    for axes in (3, 4):
+        twins.model(torch.randn(samples, 5, 8, generator=torch.Generator().manual_seed(1)), axes)
+        penalties.append(twins())
+    assert_close(*penalties)
+
+
+CHANNELS = {
+    "Dropout2d": lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Dropout2d(0.3)),
+    "Dropout behind a convolution": lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Dropout(0.3)),
+    "drop path of ConvNeXt": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), torchvision.ops.StochasticDepth(0.3, "row")
+    ),
+}
+
+
+@pytest.mark.parametrize("way", CHANNELS)
+def test_channels_in_front_are_the_width(way):
+    model = CHANNELS[way]()
+    twins = xd.convert_dropout(model, 1.0)
+    found = model(torch.randn(2, 3, 5, 5))
+    assert_close(twins(), xd.functional.hidden(found.movedim(1, -1).flatten(1, 2), xd.inverted(0.3)))
+
+
+def test_a_width_that_cannot_be_told_is_refused():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 8), nn.Dropout(0.3))
+    twins = xd.convert_dropout(model, 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="which axis of a tensor of shape"):
+        model(torch.randn(2, 3, 8, 8))
+    assert twins.sites
+
+
+def test_real_convolutional_models_are_measured_at_their_branches():
+    block = torchvision.models.convnext.CNBlock(8, 1e-6, 0.5)
+    block.layer_scale.data.fill_(1.0)
+    x = torch.randn(2, 8, 4, 4)
+    branch = (block.layer_scale * block.block(x)).movedim(1, -1)
+    twins = xd.convert_dropout(block, 1.0)
+    block(x)
+    assert_close(twins(), xd.functional.drop_path(branch.flatten(1, 2), xd.inverted(0.5)))
+
+
 @pytest.mark.parametrize("padding", ["none", "boolean", "added"])
 @pytest.mark.parametrize("mask", ["none", "boolean", "added", "by head"])
 @pytest.mark.parametrize("width", [16, 12], ids=["one weight", "three weights"])
@@ -333,6 +546,56 @@ def test_padded_tokens_do_not_count(name):
         weights = (1, 1) if full else (6, 4)
         wanted = sum(w * part[site] for w, part in zip(weights, parts, strict=True)) / sum(weights)
         assert_close(term, wanted, rtol=1e-5, atol=1e-8, msg=lambda text, site=site: f"{site}: {text}")
+
+
+class InOneRow(Function):
+    def forward(self, x, attention_mask):  # noqa: ARG002
+        return self.dropped(self.first(x.reshape(-1, 8)))
+
+
+class LikeTorch(Function):
+    def forward(self, x, src_key_padding_mask):  # noqa: ARG002
+        return self.dropped(self.first(x))
+
+
+@pytest.mark.parametrize(("kind", "mask"), [(InOneRow, MASK), (LikeTorch, MASK == 0)])
+def test_padding_is_known_of_tokens_in_one_row_and_by_the_names_of_torch_nn(kind, mask):
+    found = []
+    for content in (0.0, 50.0):
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+        x[1, 4:] = content
+        twins = xd.convert_dropout(kind(None), 1.0)
+        twins.model(x, mask)
+        found.append(twins())
+    assert_close(*found)
+
+
+def test_a_mask_of_another_length_is_refused():
+    class Model(Function):
+        def forward(self, x, attention_mask):  # noqa: ARG002
+            return self.dropped(torch.cat([x[:, :1], self.first(x)], 1))
+
+    twins = xd.convert_dropout(Model(None), 1.0)
+    with pytest.raises(xd.CollectionError, match=r"a padding mask \(2, 6\) does not say which of the tokens \(2, 7\)"):
+        twins.model(torch.randn(2, 6, 8), MASK)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_layer_alone_and_as_many_tokens_as_samples(batch_first):
+    """The mask is that of a layer which is the model, and it is not turned round where both axes are as long."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 8, 0.2, batch_first=batch_first)
+    x, mask = torch.randn(4, 4, 8), torch.arange(4)[None] >= torch.tensor([4, 3, 2, 4])[:, None]
+    found = []
+    for content in (0.0, 50.0):
+        content = torch.where(mask[..., None], torch.full_like(x, content), x)
+        twins = xd.convert_dropout(layer, 1.0)
+        layer(content if batch_first else content.transpose(0, 1), src_key_padding_mask=mask)
+        twins()
+        found.append(twins.terms())
+        twins.remove()
+    for site, term in found[0].items():
+        assert_close(term, found[1][site])
 
 
 def test_a_padding_function_and_none():
@@ -410,6 +673,8 @@ X = torch.randn(2, 3, 4)
         (lambda _self, x: x * torch.empty_like(x).bernoulli_(0.5), "by bernoulli_"),
         (lambda self, x: F.alpha_dropout(x, 0.1, self.training), "by alpha_dropout"),
         (lambda _self, x: x * torch.ops.aten.native_dropout(x, 0.5, True)[1], "where torch does not let one look"),
+        (lambda _self, x: x * random.random(), "by Python or numpy"),
+        (lambda _self, x: x * float(np.random.rand()), "by Python or numpy"),
     ],
 )
 def test_other_dice_are_refused_or_kept(function, words):
@@ -447,6 +712,82 @@ def test_what_cannot_be_exact_is_refused_with_the_place():
     twins = xd.convert_dropout(appended, 1.0)
     with pytest.raises(xd.UnsupportedSiteError, match="self_attn: bias_k"):
         appended(X)
+
+
+def test_dice_that_come_later_are_noticed():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dropout, self.drawn = nn.Dropout(0.1), False
+
+        def forward(self, x):
+            return self.dropout(x) * (torch.ops.aten.native_dropout(x, 0.5, True)[0] if self.drawn else 1)
+
+    twins = xd.convert_dropout(Model(), 1.0)
+    twins.model(X.clone().requires_grad_())
+    twins()
+    twins.model.drawn = True
+    with pytest.raises(xd.UnsupportedSiteError, match="has drawn random numbers"):
+        twins.model(X)
+
+
+def test_recurrent_layers_with_dropout_are_refused():
+    model = nn.ModuleDict({"r": nn.LSTM(4, 4, 2, dropout=0.5)})
+    with pytest.raises(xd.UnsupportedSiteError, match="r: the dropout between layers of LSTM"):
+        xd.convert_dropout(model)
+    xd.convert_dropout(model, others="keep").remove()
+
+
+@pytest.mark.parametrize("make", [t5, bart])
+def test_parts_that_are_called_alone_are_refused(make):
+    model = make().train()
+    twins = converted(model)
+    with pytest.raises(xd.CollectionError, match="outside of a training pass"):
+        model.get_encoder()(IDS)
+    with torch.no_grad():
+        model.get_encoder()(IDS)
+    model.get_encoder().eval()(IDS)
+    twins.remove()
+    model.get_encoder().train()(IDS)
+
+
+def test_replicas_of_data_parallel_are_refused():
+    model = layers()
+    twins = xd.convert_dropout(model)
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(xd.UnsupportedSiteError, match="DistributedDataParallel"):
+        replica(TOKENS)
+    twins.remove()
+
+
+def test_two_threads_at_once_are_refused_and_one_after_the_other_are_not():
+    entered, go_on, errors = threading.Event(), threading.Event(), []
+
+    def wait(_self, x):
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            go_on.wait(20)
+        return x
+
+    model = Calling(wait)
+    twins = xd.convert_dropout(model, 1.0)
+
+    def run():
+        try:
+            model(X)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert entered.wait(20)
+    with pytest.raises(xd.CollectionError, match="in another thread"):
+        model(X)
+    go_on.set()
+    thread.join()
+    assert not errors
+    model(X)
+    assert twins() > 0
 
 
 def test_a_penalty_that_would_be_nothing_is_an_error():
@@ -577,6 +918,58 @@ def test_the_penalty_is_float32_under_autocast(dtype):
         penalty = twins()
     assert penalty.dtype == torch.float32
     assert_close(penalty, full, rtol=2e-2, atol=0)
+
+
+def test_autocast_inside_the_model_may_be_over_when_twins_are_made():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.layers = nn.Linear(16, 16), layers()
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layers(self.embed(x))
+
+    torch.manual_seed(0)
+    model = Model()
+    twins = xd.convert_dropout(model, 1.0)
+    model(TOKENS)
+    half = twins()
+    twins.remove()
+    full = copy.deepcopy(model)
+    full.forward = lambda x: full.layers(full.embed(x))
+    twins = xd.convert_dropout(full, 1.0)
+    full(TOKENS)
+    assert_close(half, twins(), rtol=2e-2, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_eval_mode_is_left_alone():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 24, 0.2, batch_first=True), 1).eval()
+    with torch.no_grad():
+        before = model(TOKENS, src_key_padding_mask=MASK == 0)
+        twins = xd.convert_dropout(model, 1.0)
+        assert torch.equal(model(TOKENS, src_key_padding_mask=MASK == 0), before)  # by its fast path
+    twins.remove()
+    sampling = Calling(lambda self, x: x if self.training else torch.multinomial(x[0].exp(), 1))
+    twins = xd.convert_dropout(sampling, 1.0)
+    sampling.eval()(X)
+
+
+def test_under_function_transforms_it_is_the_same():
+    model = layers()
+    twins = xd.convert_dropout(model, 1.0)
+    parameters = dict(model.named_parameters())
+
+    def penalty(given):
+        torch.func.functional_call(model, given, (TOKENS,))
+        return twins()
+
+    found = torch.func.grad(penalty)(parameters)
+    model(TOKENS)
+    wanted = torch.autograd.grad(twins(), list(parameters.values()), allow_unused=True)
+    for ours, theirs in zip(found.values(), wanted, strict=True):
+        assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs)
 
 
 def test_training_with_it_lowers_the_penalty():

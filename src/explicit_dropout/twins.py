@@ -18,15 +18,16 @@ from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding
 from explicit_dropout.hooks.total import Share
 from explicit_dropout.hooks.twins import (
-    TORCH_LAYERS,
     DropPathHook,
     EnterHook,
+    GuardHook,
     LayerMaskHook,
     LeaveHook,
     PlaceAfter,
     PlaceBefore,
     Twin,
     places_of,
+    takes_padding,
 )
 from explicit_dropout.refusals import no_forward, refuse_second, refuse_unknown
 from explicit_dropout.strengths import Schedule, by_layer
@@ -83,11 +84,12 @@ class DropoutTwins(Attached):
         plan.before[model].append(entering)
         for path in places_of(model):
             part = model.get_submodule(path)
-            before, after = plan.before.setdefault(part, []), plan.after.setdefault(part, [])
-            if isinstance(part, TORCH_LAYERS):
-                before.append(LayerMaskHook(collector, dice, path, part))
-            else:
+            if path and is_pretrained(part):
                 plan.watch(path)
+                plan.before[part].append(GuardHook(entering, path))
+            before, after = plan.before.setdefault(part, []), plan.after.setdefault(part, [])
+            if takes_padding(part):
+                before.append(LayerMaskHook(collector, dice, path, part))
             before.append(PlaceBefore(collector, dice, path))
             after.append(PlaceAfter(collector, dice))
         for path, module in model.named_modules():
@@ -95,6 +97,13 @@ class DropoutTwins(Attached):
                 lengths = lengths_of(module)
                 if lengths is not None:
                     collector.lengths[path] = lengths
+            if others == "refuse" and isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+                raise UnsupportedSiteError(
+                    f"{path or 'the model'}: the dropout between layers of {type(module).__name__} has no twin here. "
+                    "Build it with dropout=0, or let it be random: others='keep'."
+                )
+            if isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention) or is_drop_path(module):
+                plan.before.setdefault(module, []).append(GuardHook(entering, path or "the model"))
             rate = drop_path_rate(module)
             if rate is not None:
                 name, p = rate
@@ -203,9 +212,14 @@ def convert_dropout(
     )  # fmt: skip
 
 
+def is_drop_path(module: nn.Module) -> bool:
+    """Whether a module is one of stochastic depth, by the name of its class."""
+    return type(module).__name__.endswith(("DropPath", "StochasticDepth"))
+
+
 def drop_path_rate(module: nn.Module) -> tuple[str, float] | None:
     """The rate of a module of stochastic depth, and the name it is kept under; None if it is none, or draws nothing."""
-    if not type(module).__name__.endswith(("DropPath", "StochasticDepth")):
+    if not is_drop_path(module):
         return None
     for name in ("drop_prob", "p"):
         rate = getattr(module, name, None)

@@ -8,6 +8,8 @@ Inside a training forward pass of the whole model each call of a dropout functio
 from __future__ import annotations
 
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,9 +17,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
+from explicit_dropout.functional.batch import without_autocast
+from explicit_dropout.kernels.plain import wide
 
 Kind = Literal["linear", "attention_weights", "hidden", "drop_path"]
 Others = Literal["refuse", "keep"]
@@ -28,11 +32,14 @@ TIED = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
 ATTENTION = F.scaled_dot_product_attention
 MULTIHEAD = F.multi_head_attention_forward
 PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 SAME = (
     Tensor.view, Tensor.reshape, Tensor.contiguous, Tensor.to, Tensor.type_as, Tensor.flatten, Tensor.unflatten,
     Tensor.float, Tensor.half, Tensor.bfloat16, torch.reshape, torch.flatten, torch.unflatten,
 )  # fmt: skip
 """After which a tensor still holds the same rows, as long as they are as wide."""
+WEIGHING = (*SAME, Tensor.masked_fill, torch.masked_fill, Tensor.mul, torch.mul, Tensor.__mul__, torch.nan_to_num)
+"""After which attention weights are still some."""
 RANDOM = (
     torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
     torch.normal, torch.bernoulli, torch.multinomial, torch.poisson, torch.rrelu, torch.alpha_dropout,
@@ -41,12 +48,6 @@ RANDOM = (
     torch.native_dropout, torch.feature_alpha_dropout, F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax,
 )  # fmt: skip
 """Other dice, which have no twin here."""
-
-IN_PLACE = frozenset(
-    getattr(Tensor, name)
-    for name in dir(Tensor)
-    if (name.endswith("_") and not name.startswith("_")) or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__")
-)
 
 
 @dataclass(eq=False)
@@ -57,20 +58,64 @@ class Use:
     x: Tensor | None = None
     other: Tensor | None = None
     """The weight of a linear layer, or the values that attention weights are multiplied with."""
+    versions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.versions = self._now()
+
+    def _now(self) -> tuple[int, ...]:
+        return tuple(version(tensor) for tensor in (self.x, self.other) if tensor is not None)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model has changed one of them in place since."""
+        return self._now() != self.versions
 
 
 @dataclass(eq=False)
 class Draw:
-    """A call of a dropout function: where, at which rate, and what it would have dropped from."""
+    """A call of a dropout function: where, at which rate, what it would have dropped from, and what it returned."""
 
     path: str
     rate: float
     x: Tensor
+    passed: Tensor
     kind: Kind | None = None
     """What it is whatever the model does with the result; None where that decides."""
     rescaled: bool = True
     """Whether what is left is divided by 1 − p."""
+    axis: int | None = None
+    """That of the width, where the function tells."""
+    weights: bool = False
+    """Whether it is attention weights that are dropped from: a softmax."""
     uses: list[Use] = field(default_factory=list)
+    versions: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.versions = version(self.x), version(self.passed)
+
+    @classmethod
+    def of(cls, path: str, rate: float, x: Tensor, *, in_place: bool = False, **facts: Any) -> Draw:
+        """A draw whose result is a tensor of its own, as that of dropout is, unless it is asked to be none."""
+        kept = x.clone() if in_place or torch.compiler.is_compiling() else x  # versions cannot be read there
+        return cls(path, rate, kept, x if in_place else x.clone(), **facts)
+
+    def clean(self) -> Tensor:
+        """What would have been dropped from, from whichever tensor still holds it."""
+        for tensor, before in zip((self.passed, self.x), self.versions[::-1], strict=True):
+            if not torch.compiler.is_compiling() and version(tensor) == before:
+                return tensor
+        if torch.compiler.is_compiling() or version(self.x) == self.versions[0]:
+            return self.x
+        raise UnsupportedSiteError(
+            f"{self.path}: the model changes both the input and the result of this dropout in place, so what would "
+            "have been dropped from is lost. Let it write a new tensor instead."
+        )
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; not known while compiling."""
+    return 0 if torch.compiler.is_compiling() else tensor._version
 
 
 @dataclass(eq=False)
@@ -99,17 +144,28 @@ class Interception(TorchFunctionMode):
         """What dropout functions have returned, and the same rows in another shape."""
         self.known: dict[int, Draw] = {}
         """The same by id, of those that no compiled code has made."""
+        self.weights: list[Tensor] = []
+        """What a softmax has made, as it is or masked."""
 
     def enter(self, collecting: bool) -> None:
-        self.collecting, self.places, self.draws, self.dropped, self.known = collecting, [], [], [], {}
+        self._clear()
+        self.collecting, self.draws = collecting, []
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling() or _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def take(self) -> list[Draw | Weighed]:
-        draws, self.collecting, self.draws, self.dropped, self.known = self.draws, False, [], [], {}
+    def take(self, output: object) -> list[Draw | Weighed]:
+        """The draws of the pass, now that it is over: what it returns is used by somebody."""
+        if self.dropped:
+            self._note_uses((output,), {}, None)
+        draws, self.collecting, self.draws = self.draws, False, []
+        self._clear()
         return draws
+
+    def _clear(self) -> None:
+        self.places, self.dropped, self.known, self.weights = [], [], {}, []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -123,9 +179,13 @@ class Interception(TorchFunctionMode):
             return self._multihead(args, given)
         if func in RANDOM and self.others == "refuse":
             self._refuse(func, args, given)
-        if self.dropped:
-            return self._using(func, args, given)
-        return func(*args, **given)
+        result = self._using(func, args, given) if self.dropped else func(*args, **given)
+        if self.collecting and (func in SOFTMAX or (func in WEIGHING and args and self._is_weights(args[0]))):
+            self.weights.append(result)
+        return result
+
+    def _is_weights(self, tensor: object) -> bool:
+        return any(tensor is found for found in self.weights[-8:])
 
     # ------------------------------------------------------------------------------------------ dice
 
@@ -137,13 +197,15 @@ class Interception(TorchFunctionMode):
         if path is None:
             return self._using(func, args, kwargs)
         self._note_uses(args, kwargs, None)
-        passed = x.view_as(x)
-        if self.collecting:
-            self._check(path, rate)
-            draw = Draw(path, rate, x, "hidden" if func in TIED else None)
-            self.draws.append(draw)
-            self._mark(passed, draw)
-        return passed
+        in_place = bool(call.get("inplace", False))
+        if not self.collecting:
+            return x if in_place else x.clone()
+        self._check(path, rate)
+        tied = {"kind": "hidden", "axis": _channels(func, x)} if func in TIED else {}
+        draw = Draw.of(path, rate, x, in_place=in_place, weights=self._is_weights(x), **tied)
+        self.draws.append(draw)
+        self._mark(draw.passed, draw)
+        return draw.passed
 
     def _attention(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = _bound(ATTENTION, args, kwargs)
@@ -227,16 +289,13 @@ class Interception(TorchFunctionMode):
 
     def _using(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function, and note it if it makes something of a dropped tensor."""
-        own = [draw for draw in map(self._of, _tensors(args, kwargs)) if draw is not None]
-        if not own:
+        if not any(self._of(item) is not None for item in _tensors(args, kwargs)):
             return func(*args, **kwargs)
-        if func in IN_PLACE:
-            for draw in own:  # what was dropped from is gone after this
-                draw.x = draw.x.clone()
+        first = self._of(args[0]) if args and isinstance(args[0], Tensor) else None
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and func in SAME and result.shape[-1:] == own[0].x.shape[-1:]:
-            self._mark(result, own[0])
-        elif next(_tensors((result,), {}), None) is not None:
+        if first is not None and func in SAME and result.shape[-1:] == args[0].shape[-1:]:
+            self._mark(result, first)
+        elif func is Tensor.__setitem__ or next(_tensors((result,), {}), None) is not None:
             self._note_uses(args, kwargs, func)
         return result
 
@@ -268,14 +327,49 @@ def _use(item: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     if func is F.linear:
         call = _bound(F.linear, args, kwargs)
         return Use("linear", item, call["weight"]) if item is call["input"] else Use(None)
-    if func is torch.addmm and item is args[1]:
-        return Use("linear", item, args[2].mT)
-    if func in PRODUCTS and item is args[0] and len(args) > 1 and isinstance(args[1], Tensor):
-        if args[1].ndim == 2:
-            return Use("linear", item, args[1].mT)
-        if item.ndim == args[1].ndim in (3, 4):
-            return Use("attention_weights", item, args[1])
+    if func is torch.addmm:
+        call = _bound(torch.addmm, args, kwargs)
+        return Use("linear", item, call["mat2"].mT) if item is call["mat1"] else Use(None)
+    if func in PRODUCTS:
+        call = _bound(torch.matmul, args, kwargs)
+        other = call.get("other", call.get("mat2"))
+        if item is call["input"] and isinstance(other, Tensor) and other is not item:
+            return Use("linear", item, other.mT) if other.ndim == 2 else _product(item, other)
+    if func is torch.einsum:
+        return _einsum(item, *args)
     return Use(None)
+
+
+def _product(weights: Tensor, values: Tensor) -> Use:
+    return Use("attention_weights", weights, values) if weights.ndim == values.ndim > 2 else Use(None)
+
+
+def _einsum(item: Tensor, equation: object, *operands: Any) -> Use:
+    """A sum over one index that turns rows of weights into rows of values: bhij,bhjd->bhid, in any order of axes."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
+        return Use(None)
+    inputs, made = equation.replace(" ", "").split("->")
+    names = inputs.split(",")
+    first = 0 if operands[0] is item else 1
+    own, other = names[first], names[1 - first]
+    together = [name for name in own if name in other and name in made]
+    summed = [name for name in own if name in other and name not in made]
+    rows = [name for name in own if name not in other and name in made]
+    wide = [name for name in other if name not in own and name in made]
+    whole = len(summed) == len(rows) == len(wide) == 1 and len(own) == len(together) + 2 == len(other)
+    if not whole or operands[0] is operands[1]:
+        return Use(None)
+    weights = item.permute([own.index(name) for name in (*together, *rows, *summed)])
+    values = operands[1 - first].permute([other.index(name) for name in (*together, *summed, *wide)])
+    return _product(weights, values)
+
+
+def _channels(func: Any, x: Tensor) -> int:
+    """The axis of the channels that a function drops as a whole."""
+    alone = {F.dropout1d: 2, F.dropout3d: 4}  # axes of a sample without a batch
+    return 0 if x.ndim == alone.get(func) else 1
 
 
 _SIGNATURES: dict[Any, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -284,6 +378,8 @@ _SIGNATURES: dict[Any, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False},
     ),
     F.linear: (("input", "weight", "bias"), {"bias": None}),
+    torch.matmul: (("input", "other"), {}),
+    torch.addmm: (("input", "mat1", "mat2"), {}),
     torch.dropout: (("input", "p", "train"), {}),
     torch.feature_dropout: (("input", "p", "train"), {}),
 }
@@ -303,12 +399,14 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
 
 
 def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, those in lists included."""
+    """The tensors among arguments, those in lists and mappings included."""
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor):
             yield item
+        elif isinstance(item, Mapping):
+            yield from _tensors(tuple(item.values()), {})
         elif isinstance(item, list | tuple):
-            yield from (inner for inner in item if isinstance(inner, Tensor))
+            yield from _tensors(tuple(item), {})
 
 
 def _multihead_parts(call: Mapping[str, Any]) -> Any:
@@ -320,10 +418,11 @@ def _multihead_parts(call: Mapping[str, Any]) -> Any:
         weights = call["in_proj_weight"].chunk(3)
     biases = (None, None, None) if call["in_proj_bias"] is None else call["in_proj_bias"].chunk(3)
     heads = call["num_heads"]
-    parts = [
-        torch.unflatten(F.linear(x, weight, bias), -1, (heads, -1)).permute(1, 2, 0, 3)
-        for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
-    ]
+    parts = []
+    with without_autocast(query):  # by now that of the model's own call may be over
+        for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
+            made = F.linear(wide(x), wide(weight), None if bias is None else wide(bias))
+            parts.append(torch.unflatten(made, -1, (heads, -1)).permute(1, 2, 0, 3))
     mask, padding = call["attn_mask"], call["key_padding_mask"]
     if mask is not None:
         mask = torch.unflatten(mask, 0, (-1, heads)) if mask.ndim == 3 else mask
@@ -348,12 +447,22 @@ def _added(mask: Tensor) -> Tensor:
     )
 
 
-def dice_thrown(device: torch.device) -> tuple[Tensor, ...]:
-    """Where torch's generators stand: other than before, once random numbers were drawn of them."""
-    states = [torch.get_rng_state()]
+def dice_thrown(device: torch.device) -> tuple[Any, ...]:
+    """Where generators stand: those of torch, of Python and, where it is used, of numpy."""
+    states: list[Any] = [torch.get_rng_state(), hash(random.getstate())]
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         states.append(torch.cuda.get_rng_state(device))
+    numbers = sys.modules.get("numpy.random")
+    if numbers is not None:
+        _, words, position, *_ = numbers.get_state()
+        states += [words.tobytes(), position]
     return tuple(states)
+
+
+def same_states(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Whether nothing was drawn in between."""
+    pairs = zip(before, after, strict=False)  # while a graph is captured there is one less
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
 def _is_checkpointing() -> bool:

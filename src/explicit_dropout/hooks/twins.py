@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from explicit_dropout.errors import CollectionError, InputError, UnsupportedSite
 from explicit_dropout.functional.batch import without_autocast
 from explicit_dropout.hooks.calls import argument_names, calls_itself, named_call
 from explicit_dropout.hooks.collector import Chain, Collector, Term, failed, holders_of, is_pretrained, shortened
-from explicit_dropout.hooks.dice import Draw, Interception, Kind, Weighed, dice_thrown
+from explicit_dropout.hooks.dice import Draw, Interception, Kind, Weighed, dice_thrown, same_states, version
 from explicit_dropout.hooks.taps import Padding, stream
 from explicit_dropout.kernels.plain import wide
 from explicit_dropout.noise import Noise, bernoulli, inverted
@@ -55,14 +56,15 @@ class EnterHook(TwinHook):
     def __init__(self, collector: Collector, dice: Interception) -> None:
         super().__init__(collector, dice)
         self.entered = False
-        self.before: tuple[Tensor, ...] | None = None
-        self.known = dice.others == "keep"
-        """Whether it is known that nothing random is left: one eager pass shows it."""
+        self.thread = 0
+        self.before: tuple[Any, ...] | None = None
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
-        if self.collector.inert:
+        if self.collector.inert or not model.training:
             return
+        if not torch.compiler.is_compiling():
+            self._refuse_others(model)
         if self.entered and not torch.compiler.is_compiling():  # a pass was interrupted, and left it on
             if calls_itself(model):
                 raise CollectionError(
@@ -77,9 +79,26 @@ class EnterHook(TwinHook):
                 "FSDP2 takes weights away after a layer's call, and the twins of dropout need them again. Build the "
                 "model with rate 0 and attach xd.ExplicitDropout with value and feed_forward, which works sharded."
             )
-        if collecting and not self.known and not torch.compiler.is_compiling():
+        if collecting and self.dice.others == "refuse" and not torch.compiler.is_compiling():
             self.before = dice_thrown(device_of(model))
         self.dice.enter(collecting)
+
+    def _refuse_others(self, model: nn.Module) -> None:
+        if getattr(model, "_is_replica", False):
+            raise UnsupportedSiteError(
+                "nn.DataParallel runs copies of the model, which keep their dice. Use DistributedDataParallel."
+            )
+        here = threading.get_ident()
+        if (
+            self.entered
+            and self.thread != here
+            and any(thread.ident == self.thread for thread in threading.enumerate())
+        ):
+            raise CollectionError(
+                f"{type(model).__name__} runs in another thread already, and its dice can be taken away in one at a "
+                "time only. Run its forward passes one after the other, or convert a copy for each thread."
+            )
+        self.thread = here
 
 
 class LeaveHook(TwinHook):
@@ -90,7 +109,8 @@ class LeaveHook(TwinHook):
         self.entering, self.padding_source, self.off = entering, padding, frozenset(off)
         self.found: dict[str, Twin] = {}
         self.holders: dict[str, tuple[str, ...]] = {"": ("",)}
-        self.layers = {path for path, module in model.named_modules() if isinstance(module, TORCH_LAYERS)}
+        self.layers = {path for path, module in model.named_modules() if takes_padding(module)}
+        self.channels, self.widths = widths_of(model)
         for path in places_of(model):
             self._holders(model, path)
 
@@ -105,7 +125,7 @@ class LeaveHook(TwinHook):
             return
         self.dice.leave()
         self.entering.entered = False
-        collecting, draws = self.dice.collecting, self.dice.take()
+        collecting, draws = self.dice.collecting, self.dice.take(output)
         before, self.entering.before = self.entering.before, None
         if not collecting or failed(output):
             return
@@ -121,15 +141,13 @@ class LeaveHook(TwinHook):
             if kind not in self.off:
                 self._add(model, name, kind, draw)
 
-    def _refuse_thrown(self, model: nn.Module, before: tuple[Tensor, ...]) -> None:
-        after = dice_thrown(device_of(model))
-        if not all(map(torch.equal, before, after)):
+    def _refuse_thrown(self, model: nn.Module, before: tuple[Any, ...]) -> None:
+        if not same_states(before, dice_thrown(device_of(model))):
             raise UnsupportedSiteError(
                 f"{type(model).__name__} has drawn random numbers in its forward pass where torch does not let one "
-                "look: by an extension (flash attention, xformers), by torch.ops, or in C++. Build it with rate 0 "
-                "there, or let it: others='keep'."
+                "look: by Python or numpy, by an extension (flash attention, xformers), by torch.ops, by an LSTM or "
+                "GRU. Build it with rate 0 there, or let it: others='keep'."
             )
-        self.entering.known = True
 
     def _add(self, model: nn.Module, name: str, kind: Kind, draw: Draw | Weighed) -> None:
         try:
@@ -144,34 +162,58 @@ class LeaveHook(TwinHook):
         if isinstance(draw, Weighed):
             return self._weighed(model, draw)
         noise = inverted(draw.rate) if draw.rescaled else bernoulli(draw.rate)
-        x = draw.x if draw.x.ndim > 1 else draw.x[None]
         if kind == "attention_weights":
             use = draw.uses[0]
-            if use.x is None or use.other is None:
-                raise CollectionError(f"{draw.path}: what its attention weights are multiplied with is not known")
+            if use.x is None or use.other is None or use.changed:
+                raise _changed(draw)
             weights, values = (self._by_sample(model, draw.path, t) for t in (use.x, use.other))
             mask = self._rows(model, draw.path, weights)
-            return functional.attention_weights(weights, values, noise, mask=mask, reduction="none").sum(), _number(
-                weights.shape[:-3], weights.shape[-2], mask
+            penalty = functional.attention_weights(weights, values, noise, mask=mask, reduction="none")
+            return penalty.sum(), _number(weights.shape[:-3], weights.shape[-2], mask)
+        if draw.weights:
+            raise UnsupportedSiteError(
+                f"{draw.path}: attention weights are dropped from, and what they are multiplied with was not "
+                "recognised: a product A @ V, or torch.einsum of the two. Write it so, or build the model with rate 0 "
+                "there."
             )
+        x = draw.clean()
+        x = x if x.ndim > 1 else x[None]
+        axis = self._width_axis(draw, x)
+        x = x if axis == x.ndim - 1 else x.movedim(axis, -1)
         mask = self._mask(model, draw.path, x)
         if kind == "linear":
             weight = draw.uses[0].other
-            if weight is None:
-                raise CollectionError(f"{draw.path}: the linear layer behind it is not known")
+            if weight is None or draw.uses[0].changed:
+                raise _changed(draw)
             penalty = functional.linear(x, weight, noise, mask=mask, reduction="none")
         else:
             penalty = functional.hidden(x, noise, mask=mask, reduction="none")
         return penalty.sum(), _number(x.shape[:-2], x.shape[-2], mask)
 
+    def _width_axis(self, draw: Draw, x: Tensor) -> int:
+        """Which axis of a tensor is its width: the last, or the second where convolutions work on it."""
+        if draw.axis is not None:
+            return draw.axis
+        if x.ndim < 3 or kind_of(draw) == "linear":
+            return x.ndim - 1
+        first, last = x.shape[1] in self.channels, x.shape[-1] in self.widths
+        if first and not last:
+            return 1
+        if x.ndim > 3 and first == last:
+            raise UnsupportedSiteError(
+                f"{draw.path}: which axis of a tensor of shape {tuple(x.shape)} is its width, the second or the last, "
+                "cannot be told from the layers of the model. Build it with rate 0 there."
+            )
+        return x.ndim - 1
+
     def _weighed(self, model: nn.Module, draw: Weighed) -> tuple[Tensor, int | Tensor]:
         queries, keys, values, mask, causal, scale = draw.call()
-        queries, keys, values = (self._by_sample(model, draw.path, t) for t in (queries, keys, values))
-        if mask is not None and mask.ndim == 3:
+        if mask is not None and mask.ndim == queries.ndim == 3:
             mask = self._by_sample(model, draw.path, mask)
+        queries, keys, values = (self._by_sample(model, draw.path, t) for t in (queries, keys, values))
         rows = self._rows(model, draw.path, queries)
         given = (queries, keys, values, mask, causal, scale, rows, inverted(draw.rate))
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             penalty = weight_energy(*given)
         else:  # the weights themselves are not kept for the backward pass
             penalty = checkpoint(weight_energy, *given, use_reentrant=False, preserve_rng_state=False)
@@ -182,7 +224,7 @@ class LeaveHook(TwinHook):
     def _holders(self, model: nn.Module, path: str) -> tuple[str, ...]:
         """The models and layers whose masks are about a place, innermost first."""
         if path not in self.holders:
-            inside = sorted(layer for layer in self.layers if f"{path}.".startswith(f"{layer}."))
+            inside = sorted(layer for layer in self.layers if not layer or f"{path}.".startswith(f"{layer}."))
             own = [path] if is_pretrained(model.get_submodule(path)) else []
             self.holders[path] = tuple(dict.fromkeys((*inside[::-1], *own, *holders_of(model, path), "")))
         return self.holders[path]
@@ -192,18 +234,27 @@ class LeaveHook(TwinHook):
         if tensor.ndim != 3:
             return tensor
         given = self.collector.slot().samples
-        samples = next((given[holder] for holder in self._holders(model, path) if holder in given), 1)
-        return torch.unflatten(tensor, 0, (samples if tensor.shape[0] % samples == 0 else 1, -1))
+        samples = next((given[holder] for holder in self._holders(model, path) if holder in given), None)
+        if samples is None or tensor.shape[0] % samples or samples == tensor.shape[1] > 1:
+            raise UnsupportedSiteError(
+                f"{path}: attention of shape {tuple(tensor.shape)} has samples and heads in one axis, and how many "
+                "samples there are is not known (or as many as tokens, so that the two may have changed places). Have "
+                "the model keep heads apart, (sample, head, token, width), or build it with rate 0 there."
+            )
+        return torch.unflatten(tensor, 0, (samples, -1))
 
     def _rows(self, model: nn.Module, path: str, by_head: Tensor) -> Tensor | None:
         """The real queries, (*sample, token)."""
-        return self._fitting(model, path, torch.Size((*by_head.shape[:-3], by_head.shape[-2])), by_head)
+        shape = torch.Size((*by_head.shape[:-3], by_head.shape[-2]))
+        return self._fitting(model, path, shape, by_head, ("turned", "layer"))
 
     def _mask(self, model: nn.Module, path: str, x: Tensor) -> Tensor | None:
         """The real tokens of x, (*batch, token)."""
-        return self._fitting(model, path, x.shape[:-1], x)
+        return self._fitting(model, path, x.shape[:-1], x, ("layer", "turned"))
 
-    def _fitting(self, model: nn.Module, path: str, shape: torch.Size, x: Tensor) -> Tensor | None:
+    def _fitting(
+        self, model: nn.Module, path: str, shape: torch.Size, x: Tensor, kinds: tuple[str, str]
+    ) -> Tensor | None:
         source = self.padding_source
         if source is None:
             return None
@@ -215,28 +266,28 @@ class LeaveHook(TwinHook):
                     f"tokens {tuple(shape)} of {path} are real."
                 )
             return mask
-        told = list(self._told(model, path, shape[-1]))
+        told = list(self._told(model, path, shape[-1], kinds))
         for mask in told:
             if mask.shape == shape:
                 return mask
-        if len(shape) == 1 or all(mask.numel() != shape.numel() for mask in told):
-            return None  # one token for each sample, or tokens that no mask is about
-        for mask in told:  # all tokens in one row, or tokens in front of samples
-            if shape.numel() == mask.numel() and 1 in shape:
+        for mask in told:
+            if mask.numel() == shape.numel() and (len(shape) == 1 or 1 in shape):  # all tokens in one row
                 return mask.reshape(shape)
-            if shape == mask.mT.shape:
+            if mask.mT.shape == shape:  # tokens in front of samples
                 return mask.mT
+        if not told or len(shape) == 1 or shape[-1] == 1 or all(mask.shape[0] not in shape for mask in told):
+            return None  # one token for each sample, or tokens of something else
         raise CollectionError(
             f"a padding mask {tuple(told[0].shape)} does not say which of the tokens {tuple(shape)} of {path} are "
             "real. Convert with padding=None to count all tokens, or with padding=function(module path, x) → boolean "
             "mask."
         )
 
-    def _told(self, model: nn.Module, path: str, tokens: int) -> Iterator[Tensor]:
+    def _told(self, model: nn.Module, path: str, tokens: int, kinds: tuple[str, str]) -> Iterator[Tensor]:
         """The masks that are about a place, (batch, token), those of the innermost model or layer first."""
         masks = self.collector.padding()
         for holder in self._holders(model, path):
-            for kind in ("layer", "turned", stream(path.removeprefix(holder))):
+            for kind in (*kinds, stream(path.removeprefix(holder))):
                 if (holder, kind) in masks:
                     mask, lengths = masks[holder, kind], self.collector.lengths.get(holder)
                     short = lengths is not None and mask.shape[-1] != tokens
@@ -266,22 +317,44 @@ class PlaceAfter(TwinHook):
 
 
 class LayerMaskHook(TwinHook):
-    """Before a layer of torch.nn is called: the padding that it is told of."""
+    """Before a layer of torch.nn is called, or a module that takes padding by the same name: what it is told of it."""
 
     def __init__(self, collector: Collector, dice: Interception, path: str, layer: nn.Module) -> None:
         super().__init__(collector, dice)
         self.path, self.names = path, argument_names(layer)
-        self.batch_first = getattr(layer.self_attn, "batch_first", True)
+        self.batch_first = getattr(getattr(layer, "self_attn", None), "batch_first", True)
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del layer
         if self.collector.inert or not self.collector.slot().open:
             return
-        mask = layer_padding(named_call(self.names, args, kwargs))
+        call = named_call(self.names, args, kwargs)
+        given = [name for name in PADDING if call.get(name) is not None]
+        mask = layer_padding({given[0]: call[given[0]]}) if len(given) == 1 else None
         told = {} if mask is None else {(self.path, "layer"): mask}
         if mask is not None and not self.batch_first and mask.ndim == 2:
             told = {(self.path, "layer"): mask.mT, (self.path, "turned"): mask}
-        self.collector.tell(self.path, told, None)
+        known = {key: other for key, other in self.collector.padding().items() if key[0] == self.path}
+        self.collector.tell(self.path, {**known, **told} if mask is not None else known, None)
+
+
+class GuardHook(TwinHook):
+    """Before a module that draws is called: it must be part of a pass of the whole model, or its dice are thrown."""
+
+    def __init__(self, entering: EnterHook, path: str) -> None:
+        super().__init__(entering.collector, entering.dice)
+        self.entering, self.path = entering, path
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args, kwargs
+        if self.collector.inert or self.entering.entered or not module.training or torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled():
+            raise CollectionError(
+                f"{self.path} is called in train mode outside of a training pass of the whole model that was "
+                "converted, where its dropout would be random and have no twin. Call the model itself, in train mode, "
+                "or convert the part that you call; or put that part into eval mode."
+            )
 
 
 class DropPathHook(TwinHook):
@@ -291,10 +364,21 @@ class DropPathHook(TwinHook):
         super().__init__(collector, dice)
         self.path, self.rate, self.rescaled = path, rate, rescaled
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         del args, kwargs
-        if module.training and self.dice.collecting and not self.collector.inert:
-            self.dice.draws.append(Draw(self.path, self.rate, output.view_as(output), "drop_path", self.rescaled))
+        if not (module.training and self.dice.collecting) or self.collector.inert:
+            return None
+        draw = Draw.of(self.path, self.rate, output, kind="drop_path", rescaled=self.rescaled)
+        self.dice.draws.append(draw)
+        return draw.passed
+
+
+PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
+
+
+def takes_padding(module: nn.Module) -> bool:
+    """Whether a module is told of padding by the names that torch.nn has for it."""
+    return isinstance(module, TORCH_LAYERS) or not set(PADDING).isdisjoint(argument_names(module))
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -304,17 +388,43 @@ def device_of(model: nn.Module) -> torch.device:
 def places_of(model: nn.Module) -> Iterator[str]:
     """The parts of a model that say what they are told of padding: models of transformers, layers of torch.nn."""
     for path, module in model.named_modules():
-        if path and (is_pretrained(module) or isinstance(module, TORCH_LAYERS)):
+        if (path and is_pretrained(module)) or takes_padding(module):
             yield path
+
+
+def widths_of(model: nn.Module) -> tuple[set[int], set[int]]:
+    """How many channels convolutions of a model have, and how wide its linear layers, norms and embeddings are."""
+    channels: set[int] = set()
+    widths: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            channels |= {module.in_channels, module.out_channels}
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            channels.add(module.num_features)
+        elif isinstance(module, nn.Linear):
+            widths |= {module.in_features, module.out_features}
+        elif isinstance(module, nn.LayerNorm):
+            widths.add(module.normalized_shape[-1])
+        elif isinstance(module, nn.Embedding):
+            widths.add(module.embedding_dim)
+    return channels, widths
+
+
+def _changed(draw: Draw) -> UnsupportedSiteError:
+    return UnsupportedSiteError(
+        f"{draw.path}: the model changes what its dropped tensor is multiplied with in place, so that it is lost. Let "
+        "it write a new tensor instead."
+    )
 
 
 def kind_of(draw: Draw | Weighed) -> Kind:
     """Where a draw is measured: at the one linear map that its result goes to, or else at the result itself."""
     if isinstance(draw, Weighed):
         return "attention_weights"
-    if draw.kind is None and len(draw.uses) == 1 and draw.uses[0].kind is not None:
-        return draw.uses[0].kind
-    return draw.kind or "hidden"
+    alone = draw.uses[0].kind if len(draw.uses) == 1 and version(draw.passed) == draw.versions[1] else None
+    if alone == "attention_weights" and not draw.weights and draw.uses[0].x is not None and draw.uses[0].x.ndim == 3:
+        alone = None  # a stack of matrices, of experts perhaps
+    return draw.kind or alone or "hidden"
 
 
 def weight_energy(
