@@ -136,6 +136,8 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self.others = others
         self.paths = {id(module): path for path, module in model.named_modules()}
+        self.rates = {rate for module in model.modules() for rate in vars(module).values() if type(rate) is float}
+        """Numbers that modules have, rates of dropout among them: a compiler may take those for variables."""
         self.collecting = False
         self.places: list[str] = []
         """The parts of the model that are running, outermost first, as far as hooks on them say: for compiled code."""
@@ -191,7 +193,7 @@ class Interception(TorchFunctionMode):
 
     def _dropout(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = _bound(func, args, kwargs)
-        x, rate = call["input"], float(call["p"])
+        x, rate = call["input"], self._rate(call["p"])
         training = call["training"] if "training" in call else call["train"]
         path = self.here() if training and rate else None
         if path is None:
@@ -207,10 +209,18 @@ class Interception(TorchFunctionMode):
         self._mark(draw.passed, draw)
         return draw.passed
 
+    def _rate(self, given: float) -> float:
+        """A rate as a plain number, also where code is compiled for any value of it."""
+        if torch.compiler.is_compiling():
+            for rate in self.rates:
+                if given == rate:
+                    return rate
+        return float(given)
+
     def _attention(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = _bound(ATTENTION, args, kwargs)
         self._note_uses(args, kwargs, None)
-        rate = float(call["dropout_p"])
+        rate = self._rate(call["dropout_p"])
         path = self.here() if rate else None
         if path is None:
             return ATTENTION(*args, **kwargs)
@@ -229,7 +239,7 @@ class Interception(TorchFunctionMode):
     def _multihead(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = _bound(MULTIHEAD, args, kwargs)
         self._note_uses(args, kwargs, None)
-        rate = float(call["dropout_p"])
+        rate = self._rate(call["dropout_p"])
         path = self.here() if rate and call["training"] else None
         if path is None:
             return MULTIHEAD(*args, **kwargs)
@@ -358,12 +368,12 @@ def _einsum(item: Tensor, equation: object, *operands: Any) -> Use:
     summed = [name for name in own if name in other and name not in made]
     rows = [name for name in own if name not in other and name in made]
     wide = [name for name in other if name not in own and name in made]
-    whole = len(summed) == len(rows) == len(wide) == 1 and len(own) == len(together) + 2 == len(other)
-    if not whole or operands[0] is operands[1]:
+    whole = len(summed) == len(wide) == 1 and len(own) == len(together) + len(rows) + 1 == len(other) + len(rows) - 1
+    if not whole or len(rows) not in (1, 2) or operands[0] is operands[1]:
         return Use(None)
     weights = item.permute([own.index(name) for name in (*together, *rows, *summed)])
     values = operands[1 - first].permute([other.index(name) for name in (*together, *summed, *wide)])
-    return _product(weights, values)
+    return _product(weights, values if len(rows) == 1 else values.unsqueeze(-3))  # one head of values for all of them
 
 
 def _channels(func: Any, x: Tensor) -> int:
