@@ -502,7 +502,9 @@ def run_example(*command):
     return ran.stdout
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "timm_vit", "hf_trainer", "lightning_module", "accelerate_loop"])
+@pytest.mark.parametrize(
+    "name", ["plain_loop", "timm_vit", "own_dropout", "hf_trainer", "lightning_module", "accelerate_loop"]
+)
 def test_the_example_runs(name):
     """As in its docstring, apart from what conftest does to torchvision here."""
     path = ROOT / "examples" / f"{name}.py"
