@@ -1,9 +1,11 @@
 """convert_dropout: every draw of a real model has its twin, equal to what masks do on average, and no dice are left."""
 
 import copy
+import gc
 import io
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import explicit_dropout as xd
 from explicit_dropout.hooks.dice import Weighed
-from explicit_dropout.hooks.twins import LeaveHook, kind_of
+from explicit_dropout.hooks.twins import PATIENCE, LeaveHook, kind_of
 from families import all_families
 from family.truth import build
 
@@ -423,6 +425,99 @@ def test_uses_are_all_that_happens_to_a_result():
     ]
 
 
+def test_a_product_that_is_scaled_counts_so():
+    def penalty(alpha):
+        model = Function(lambda self, x: torch.addmm(self.second.bias, self.dropped(x), self.first.weight, alpha=alpha))
+        twins = xd.convert_dropout(model, 1.0)
+        model(torch.ones(3, 8))
+        return twins()
+
+    assert_close(penalty(0.1), 0.01 * penalty(1))
+
+
+def test_looking_at_a_result_is_no_use_of_it():
+    seen = []
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    twins = xd.convert_dropout(model, 1.0)
+    model(X)
+    alone = twins()
+    model[1].register_forward_hook(lambda _module, _args, output: seen.append(output.detach().abs().mean().item()))
+    model(X)
+    assert_close(twins(), alone)
+    assert seen
+    assert [site.component for site in twins.sites] == ["linear"]
+
+
+def test_nothing_of_a_pass_is_kept():
+    seen = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.dropout, self.second = nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 16)
+
+        def forward(self, x):
+            inner = self.first(x).relu()
+            seen.append(weakref.ref(inner))
+            return self.second(self.dropout(inner))
+
+    model = Net()
+    twins = xd.convert_dropout(model, 1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            loss = model(torch.randn(4, 16)).sum() + twins()
+            loss.backward()
+            del loss
+        assert all(found() is None for found in seen)
+    finally:
+        gc.enable()
+
+
+def test_a_mask_that_is_written_to_after_its_attention_is_an_error():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
+
+        def forward(self, x):
+            mask = torch.zeros(3, 3)
+            found = self.attention(x, x, x, attn_mask=mask)[0]
+            mask[:, 1:] = -1e9
+            return found
+
+    twins = xd.convert_dropout(Model(), 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="attention: the model changes"):
+        twins.model(X)
+
+
+def test_keys_and_values_may_be_shared_by_a_batch_and_attention_may_have_no_batch():
+    def shared(self, x, copies):
+        queries, keys = (torch.unflatten(layer(x), -1, (2, 4)).transpose(1, 2) for layer in (self.first, self.second))
+        keys = keys[:1].expand(copies, -1, -1, -1)
+        return F.scaled_dot_product_attention(queries, keys, keys, dropout_p=0.2)
+
+    penalties = []
+    for copies in (1, 3):
+        twins = xd.convert_dropout(Function(shared), 1.0)
+        twins.model(torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1)), copies)
+        penalties.append(twins())
+    assert_close(*penalties)
+
+    def alone(self, x):
+        queries, values = self.first(x), self.second(x)
+        return self.dropped((queries @ values.mT).softmax(-1)) @ values
+
+    penalties = []
+    for x in (torch.ones(5, 8), torch.ones(1, 1, 5, 8)):
+        twins = xd.convert_dropout(Function(alone), 1.0)
+        twins.model(x)
+        penalties.append(twins())
+        assert [site.component for site in twins.sites] == ["attention_weights"]
+    assert_close(*penalties)
+
+
 def attention(product):
     """Attention of two heads with weights that are dropped from, and multiplied with values in one way or another."""
 
@@ -519,12 +614,40 @@ def test_channels_in_front_are_the_width(way):
     assert_close(twins(), xd.functional.hidden(found.movedim(1, -1).flatten(1, 2), xd.inverted(0.3)))
 
 
-def test_a_width_that_cannot_be_told_is_refused():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 8), nn.Dropout(0.3))
+@pytest.mark.parametrize("length", [10, 12])
+def test_channels_are_known_by_the_layer_that_made_them(length):
+    """Also where the other axis happens to be as long as some layer is wide."""
+    made = nn.Sequential(nn.Conv1d(4, 64, 1), nn.ReLU())
+    model = nn.Sequential(made, nn.Dropout(0.5), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(64, 10))
+    x = torch.randn(2, 4, length)
     twins = xd.convert_dropout(model, 1.0)
-    with pytest.raises(xd.UnsupportedSiteError, match="which axis of a tensor of shape"):
+    model(x)
+    assert_close(twins(), xd.functional.hidden(made(x).mT, xd.inverted(0.5)))
+
+
+def test_a_width_that_cannot_be_told_is_refused_unless_it_is_said():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Softplus(), nn.Linear(8, 8), nn.Softplus(), nn.Dropout(0.3))
+    twins = xd.convert_dropout(model, 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="4: which axis of a tensor of shape"):
         model(torch.randn(2, 3, 8, 8))
-    assert twins.sites
+    twins.remove()
+    for axis in (1, -1):
+        twins = xd.convert_dropout(model, 1.0, width=lambda _path, _x, axis=axis: axis)
+        found = model(torch.randn(2, 3, 8, 8)).movedim(axis, -1)
+        assert_close(twins(), xd.functional.hidden(found.flatten(1, 2), xd.inverted(0.3)))
+        twins.remove()
+
+
+@pytest.mark.parametrize("name", ["maxvit_t", "swin_t", "convnext_tiny", "efficientnet_b0"])
+def test_real_vision_models_are_converted(name):
+    if name == "maxvit_t":
+        model = torchvision.models.MaxVit((64, 64), 64, 2, [64, 128], [1, 1], head_dim=32, stochastic_depth_prob=0.2)
+    else:
+        model = getattr(torchvision.models, name)(**{} if name == "swin_t" else {"stochastic_depth_prob": 0.2})
+    twins = xd.convert_dropout(model, 1.0)
+    model(torch.randn(2, 3, 64, 64))
+    assert twins() > 0
+    assert {site.component for site in twins.sites} >= {"drop_path"}
 
 
 def test_real_convolutional_models_are_measured_at_their_branches():
@@ -627,6 +750,28 @@ def test_padding_is_known_of_tokens_in_one_row_and_by_the_names_of_torch_nn(kind
     assert_close(*found)
 
 
+def test_padding_that_one_model_inside_is_told_of_is_that_of_what_lies_beside_it():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.bert, self.dropout = transformers.BertModel(transformers.BertConfig(**TEXT)), nn.Dropout(0.2)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, batch):
+            return self.head(self.dropout(self.bert(**batch).last_hidden_state))
+
+    found = []
+    for word in (7, 9):
+        model = Model()
+        twins = xd.convert_dropout(model, 1.0)
+        model({"input_ids": IDS.where(MASK == 1, word), "attention_mask": MASK})
+        twins()
+        found.append(twins.terms())
+    for site, term in found[0].items():
+        assert_close(term, found[1][site])
+
+
 def test_a_mask_of_another_length_is_refused():
     class Model(Function):
         def forward(self, x, attention_mask):  # noqa: ARG002
@@ -709,6 +854,36 @@ def test_compiled_for_any_shape_and_rate_it_is_the_same():
 
 
 @LOOKS
+def test_blocks_that_are_compiled_one_by_one_are_the_same():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.dropout, self.down = nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.down(self.dropout(self.up(x).relu()))
+
+    torch.compiler.reset()
+    model = nn.Sequential(Block(), Block())
+    twins = xd.convert_dropout(model, 1.0)
+    model(TOKENS)
+    eager = twins()
+    wanted = torch.autograd.grad(eager, list(model.parameters()), allow_unused=True)
+    for block in model:
+        block.compile(backend="aot_eager")
+    model(TOKENS)
+    penalty = twins()
+    assert_close(penalty, eager)
+    for ours, theirs in zip(
+        torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True), wanted, strict=True
+    ):
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            assert_close(ours, theirs)
+    torch.compiler.reset()
+
+
+@LOOKS
 def test_compiled_with_breaks_it_is_the_same():
     torch.compiler.reset()
     model, args, kwargs, _ = made("BART")
@@ -737,6 +912,12 @@ class Calling(nn.Module):
 X = torch.randn(2, 3, 4)
 
 
+def several(model):
+    """As many passes as it takes where other threads, such as those of the tests, may have drawn instead."""
+    for _ in range(PATIENCE):
+        model(X)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -752,7 +933,7 @@ def test_other_dice_are_refused_or_kept(function, words):
     model = Calling(function)
     twins = xd.convert_dropout(model, 1.0)
     with pytest.raises(xd.UnsupportedSiteError, match=words):
-        model(X)
+        several(model)
     twins.remove()
     twins = xd.convert_dropout(model, 1.0, others="keep")
     model(X)
@@ -770,7 +951,10 @@ def test_what_cannot_be_exact_is_refused_with_the_place():
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
-    for reentrant, words in ((False, "inner.dropout: activation checkpointing"), (True, "without gradients")):
+    for reentrant, words in (
+        (False, "inner.dropout: activation checkpointing"),
+        (True, "inner.dropout: activation checkpointing"),
+    ):
         twins = xd.convert_dropout(Outer(reentrant), 1.0)
         with pytest.raises(xd.ExplicitDropoutError, match=words):
             twins.model(X.clone().requires_grad_())
@@ -799,7 +983,7 @@ def test_dice_that_come_later_are_noticed():
     twins()
     twins.model.drawn = True
     with pytest.raises(xd.UnsupportedSiteError, match="has drawn random numbers"):
-        twins.model(X)
+        several(twins.model)
 
 
 def test_recurrent_layers_with_dropout_are_refused():
@@ -1041,6 +1225,52 @@ def test_under_function_transforms_it_is_the_same():
     wanted = torch.autograd.grad(twins(), list(parameters.values()), allow_unused=True)
     for ours, theirs in zip(found.values(), wanted, strict=True):
         assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs)
+
+
+def test_a_part_that_the_model_runs_without_gradients_has_neither_dice_nor_twins():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = layers(), layers()
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.teacher(x)
+            return self.student(x) - target
+
+    model = Model()
+    twins = xd.convert_dropout(model, 1.0)
+    assert torch.equal(model(TOKENS), model(TOKENS))
+    twins()
+    assert {site.path.split(".")[0] for site in twins.sites} == {"student"}
+
+
+def test_a_penalty_that_no_parameter_moves_is_an_error():
+    model = nn.Sequential(nn.Dropout(0.2), nn.ReLU(), nn.Linear(4, 2))
+    twins = xd.convert_dropout(model, 1.0)
+    model(X)
+    with pytest.raises(xd.CollectionError, match="no parameter of Sequential moves"):
+        twins()
+
+
+def test_another_thread_that_draws_is_not_the_model():
+    stop = threading.Event()
+
+    def draw():
+        while not stop.wait(0.001):
+            random.random()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+        twins = xd.convert_dropout(model, 1.0)
+        for _ in range(30):
+            model(X)
+            twins()
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_training_with_it_lowers_the_penalty():

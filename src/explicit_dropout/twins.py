@@ -26,6 +26,7 @@ from explicit_dropout.hooks.twins import (
     PlaceAfter,
     PlaceBefore,
     Twin,
+    Width,
     places_of,
     takes_padding,
 )
@@ -51,6 +52,7 @@ class DropoutTwins(Attached):
         hidden: float | Schedule | None = None,
         drop_path: float | Schedule | None = None,
         padding: Padding = "auto",
+        width: Width = None,
         others: Others = "refuse",
         **unknown: Never,
     ) -> None:
@@ -60,6 +62,8 @@ class DropoutTwins(Attached):
             raise InputError("model", "a torch.nn.Module", type(model).__name__)
         if padding not in ("auto", None) and not callable(padding):
             raise InputError("padding", "'auto', None or a function of (module path, x)", repr(padding))
+        if width is not None and not callable(width):
+            raise InputError("width", "None or a function of (module path, x)", repr(width))
         checks.choice("others", others, Others)
         given = zip(KINDS, (linear, attention_weights, hidden, drop_path), strict=True)
         self._schedules = {kind: _schedule(kind, strength if own is None else own) for kind, own in given}
@@ -69,18 +73,18 @@ class DropoutTwins(Attached):
         self.silenced: list[tuple[nn.Module, str, float]] = []
         self._handles: list[RemovableHandle] = []
         try:
-            self._leave = self._attach(padding, others)
+            self._leave = self._attach(padding, width, others)
         except BaseException:
             self.remove()
             raise
 
-    def _attach(self, padding: Padding, others: Others) -> LeaveHook:
+    def _attach(self, padding: Padding, width: Width, others: Others) -> LeaveHook:
         model, collector = self.model, self._collector
         dice = Interception(model, others)
         plan = Plan(collector, model)
         entering = EnterHook(collector, dice)
         off = [kind for kind, schedule in self._schedules.items() if schedule.is_off]
-        leaving = LeaveHook(entering, model, padding, off)
+        leaving = LeaveHook(entering, model, padding, width, off)
         plan.before[model].append(entering)
         for path in places_of(model):
             part = model.get_submodule(path)
@@ -138,6 +142,12 @@ class DropoutTwins(Attached):
                 "are 0, the modules that draw are in eval mode, or their kinds are switched off. Build it with rates "
                 "above 0, or attach xd.ExplicitDropout, which needs none."
             )
+        learns = torch._C._are_functorch_transforms_active() or any(share.energies.requires_grad for share in shares)
+        if not learns and any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise CollectionError(
+                f"no parameter of {type(self.model).__name__} moves this penalty: it drops from what it is given, and "
+                "from nothing that it makes of that. Such dropout has no twin that regularises: leave it random."
+            )
         return self._total.of(shares)
 
     def _kind(self, term: Term) -> Kind:
@@ -181,6 +191,7 @@ def convert_dropout(
     hidden: float | Schedule | None = None,
     drop_path: float | Schedule | None = None,
     padding: Padding = "auto",
+    width: Width = None,
     others: Others = "refuse",
     **unknown: Never,
 ) -> DropoutTwins:
@@ -204,11 +215,13 @@ def convert_dropout(
         linear, attention_weights, hidden, drop_path: a λ of their own; 0 for neither dice nor penalty.
         padding: "auto" takes `attention_mask` of models and `src_key_padding_mask` of torch.nn's layers as real tokens;
             None counts all tokens; a function of (module path, x) returns the mask.
+        width: a function of (module path, x) that returns the axis of a tensor that is its width, where the layers
+            around it do not tell: the last as a rule, the second between convolutions.
         others: "refuse" raises where the model draws random numbers that have no twin; "keep" lets it.
     """
     return DropoutTwins(
         model, strength, linear=linear, attention_weights=attention_weights, hidden=hidden, drop_path=drop_path,
-        padding=padding, others=others, **unknown,
+        padding=padding, width=width, others=others, **unknown,
     )  # fmt: skip
 
 

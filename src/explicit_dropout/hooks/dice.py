@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from explicit_dropout.errors import CollectionError, UnsupportedSiteError
+from explicit_dropout.errors import UnsupportedSiteError
 from explicit_dropout.functional.batch import without_autocast
 from explicit_dropout.kernels.plain import wide
 
@@ -58,18 +60,15 @@ class Use:
     x: Tensor | None = None
     other: Tensor | None = None
     """The weight of a linear layer, or the values that attention weights are multiplied with."""
-    versions: tuple[int, ...] = ()
+    versions: Versions = ()
 
     def __post_init__(self) -> None:
-        self.versions = self._now()
-
-    def _now(self) -> tuple[int, ...]:
-        return tuple(version(tensor) for tensor in (self.x, self.other) if tensor is not None)
+        self.versions = versions(self.x, self.other)
 
     @property
     def changed(self) -> bool:
         """Whether the model has changed one of them in place since."""
-        return self._now() != self.versions
+        return changed(self.versions, self.x, self.other)
 
 
 @dataclass(eq=False)
@@ -89,10 +88,10 @@ class Draw:
     weights: bool = False
     """Whether it is attention weights that are dropped from: a softmax."""
     uses: list[Use] = field(default_factory=list)
-    versions: tuple[int, int] = (0, 0)
+    versions: Versions = ()
 
     def __post_init__(self) -> None:
-        self.versions = version(self.x), version(self.passed)
+        self.versions = versions(self.x, self.passed)
 
     @classmethod
     def of(cls, path: str, rate: float, x: Tensor, *, in_place: bool = False, **facts: Any) -> Draw:
@@ -100,22 +99,36 @@ class Draw:
         kept = x.clone() if in_place or torch.compiler.is_compiling() else x  # versions cannot be read there
         return cls(path, rate, kept, x if in_place else x.clone(), **facts)
 
+    @property
+    def untouched(self) -> bool:
+        """Whether the model has left the result as it was."""
+        return not changed(self.versions[1:], self.passed)
+
     def clean(self) -> Tensor:
         """What would have been dropped from, from whichever tensor still holds it."""
-        for tensor, before in zip((self.passed, self.x), self.versions[::-1], strict=True):
-            if not torch.compiler.is_compiling() and version(tensor) == before:
-                return tensor
-        if torch.compiler.is_compiling() or version(self.x) == self.versions[0]:
+        if self.untouched and self.versions[1] is not None:
+            return self.passed
+        if not changed(self.versions[:1], self.x):
             return self.x
         raise UnsupportedSiteError(
-            f"{self.path}: the model changes both the input and the result of this dropout in place, so what would "
-            "have been dropped from is lost. Let it write a new tensor instead."
+            f"{self.path or 'the model'}: the model changes both the input and the result of this dropout in place, so "
+            "what would have been dropped from is lost. Let it write a new tensor instead."
         )
 
 
-def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; not known while compiling."""
-    return 0 if torch.compiler.is_compiling() else tensor._version
+Versions = tuple[int | None, ...]
+"""How often tensors were changed in place; None where that cannot be known, in code that was compiled."""
+
+
+def versions(*tensors: Tensor | None) -> Versions:
+    compiling = torch.compiler.is_compiling()
+    return tuple(None if compiling or tensor is None else tensor._version for tensor in tensors)
+
+
+def changed(before: Versions, *tensors: Tensor | None) -> bool:
+    """Whether one of the tensors was changed in place since, as far as that can be known."""
+    pairs = zip(before, versions(*tensors), strict=True)
+    return any(old is not None and new is not None and old != new for old, new in pairs)
 
 
 @dataclass(eq=False)
@@ -127,6 +140,16 @@ class Weighed:
     call: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float | None]]
     """Queries, keys and values, (*batch, heads, token, width); what is added to scores, or may be seen; whether causal
     order is asked for; the scale."""
+    tensors: tuple[Tensor, ...]
+    """What these are made of."""
+    versions: Versions = ()
+
+    def __post_init__(self) -> None:
+        self.versions = versions(*self.tensors)
+
+    @property
+    def changed(self) -> bool:
+        return changed(self.versions, *self.tensors)
 
 
 class Interception(TorchFunctionMode):
@@ -200,7 +223,7 @@ class Interception(TorchFunctionMode):
             return self._using(func, args, kwargs)
         self._note_uses(args, kwargs, None)
         in_place = bool(call.get("inplace", False))
-        if not self.collecting:
+        if not self._counts():
             return x if in_place else x.clone()
         self._check(path, rate)
         tied = {"kind": "hidden", "axis": _channels(func, x)} if func in TIED else {}
@@ -224,7 +247,7 @@ class Interception(TorchFunctionMode):
         path = self.here() if rate else None
         if path is None:
             return ATTENTION(*args, **kwargs)
-        if self.collecting:
+        if self._counts():
             self._check(path, rate)
             q, k, v = call["query"], call["key"], call["value"]
 
@@ -233,7 +256,7 @@ class Interception(TorchFunctionMode):
                 keys, values = (t if shared == 1 else t.repeat_interleave(shared, -3) for t in (k, v))
                 return q, keys, values, call["attn_mask"], call["is_causal"], call["scale"]
 
-            self.draws.append(Weighed(path, rate, seen))
+            self.draws.append(Weighed(path, rate, seen, tuple(_tensors((), call))))
         return ATTENTION(**{**call, "dropout_p": 0.0})
 
     def _multihead(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -243,27 +266,27 @@ class Interception(TorchFunctionMode):
         path = self.here() if rate and call["training"] else None
         if path is None:
             return MULTIHEAD(*args, **kwargs)
-        if self.collecting:
+        if self._counts():
             self._check(path, rate)
             if call["bias_k"] is not None or call["add_zero_attn"] or call["static_k"] is not None:
                 raise UnsupportedSiteError(
                     f"{path}: bias_k, add_zero_attn and static keys append to what is attended, and the twin of its "
                     "dropout does not know them. Build the module without them, or with dropout=0."
                 )
-            self.draws.append(Weighed(path, rate, lambda: _multihead_parts(call)))
+            self.draws.append(Weighed(path, rate, lambda: _multihead_parts(call), tuple(_tensors((), call))))
         return MULTIHEAD(**{**call, "dropout_p": 0.0})
 
+    def _counts(self) -> bool:
+        """Whether a draw has a twin: not where the model itself runs a part without gradients, such as a teacher."""
+        return self.collecting and (torch.is_grad_enabled() or _is_checkpointing())
+
     def _check(self, path: str, rate: float) -> None:
+        where = path or "the model"
         if rate >= 1:
-            raise UnsupportedSiteError(f"{path}: dropout at rate {rate:g} leaves nothing, and has no expectation.")
-        if not torch.is_grad_enabled():
-            raise CollectionError(
-                f"{path} runs without gradients inside a training forward pass, so its penalty would have none. "
-                "Reentrant activation checkpointing does that, and checkpointing is not understood here at all."
-            )
-        if not torch.compiler.is_compiling() and _is_checkpointing():
+            raise UnsupportedSiteError(f"{where}: dropout at rate {rate:g} leaves nothing, and has no expectation.")
+        if _is_checkpointing():
             raise UnsupportedSiteError(
-                f"{path}: activation checkpointing would run it again in the backward pass, with its dice. Switch "
+                f"{where}: activation checkpointing would run it again in the backward pass, with its dice. Switch "
                 "checkpointing off, or build the model with rate 0 and attach xd.ExplicitDropout, which knows it."
             )
 
@@ -287,10 +310,10 @@ class Interception(TorchFunctionMode):
         """
         if torch.compiler.is_compiling():
             return self.places[-1] if self.places else ""
-        frame = inspect.currentframe()
+        frame: FrameType | None = sys._getframe(1)  # not this one: what it holds would hold it, as garbage does
         while frame is not None:
             path: str | None = self.paths.get(id(frame.f_locals.get("self")))
-            if path is not None and frame.f_code.co_name != "__torch_function__":
+            if path is not None:
                 return path
             frame = frame.f_back
         return None
@@ -305,8 +328,8 @@ class Interception(TorchFunctionMode):
         result = func(*args, **kwargs)
         if first is not None and func in SAME and result.shape[-1:] == args[0].shape[-1:]:
             self._mark(result, first)
-        elif func is Tensor.__setitem__ or next(_tensors((result,), {}), None) is not None:
-            self._note_uses(args, kwargs, func)
+        elif func is Tensor.__setitem__ or any(made.requires_grad for made in _tensors((result,), {})):
+            self._note_uses(args, kwargs, func)  # and not what only looks at it
         return result
 
     def _note_uses(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], func: Any) -> None:
@@ -339,7 +362,7 @@ def _use(item: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
         return Use("linear", item, call["weight"]) if item is call["input"] else Use(None)
     if func is torch.addmm:
         call = _bound(torch.addmm, args, kwargs)
-        return Use("linear", item, call["mat2"].mT) if item is call["mat1"] else Use(None)
+        return Use("linear", item, call["mat2"].mT * call["alpha"]) if item is call["mat1"] else Use(None)
     if func in PRODUCTS:
         call = _bound(torch.matmul, args, kwargs)
         other = call.get("other", call.get("mat2"))
@@ -389,7 +412,7 @@ _SIGNATURES: dict[Any, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     F.linear: (("input", "weight", "bias"), {"bias": None}),
     torch.matmul: (("input", "other"), {}),
-    torch.addmm: (("input", "mat1", "mat2"), {}),
+    torch.addmm: (("input", "mat1", "mat2"), {"alpha": 1}),
     torch.dropout: (("input", "p", "train"), {}),
     torch.feature_dropout: (("input", "p", "train"), {}),
 }
@@ -417,6 +440,8 @@ def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tenso
             yield from _tensors(tuple(item.values()), {})
         elif isinstance(item, list | tuple):
             yield from _tensors(tuple(item), {})
+        elif is_dataclass(item) and not isinstance(item, type):
+            yield from _tensors(tuple(vars(item).values()), {})
 
 
 def _multihead_parts(call: Mapping[str, Any]) -> Any:
@@ -476,6 +501,63 @@ def same_states(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
 
 
 def _is_checkpointing() -> bool:
-    """Whether what is saved for the backward pass goes to a hook of activation checkpointing."""
+    """Whether activation checkpointing runs this, of either kind."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch.is_grad_enabled():  # the reentrant kind has no gradients the first time
+        return any("checkpoint.py" in code.co_filename and "torch" in code.co_filename for code in _codes())
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+
+
+def _codes() -> Iterator[Any]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+ELEMENTWISE = re.compile(
+    r"(Relu|Gelu|Silu|Mish|Hardswish|Hardtanh|Elu|LeakyRelu|Sigmoid|Tanh|Add|Sub|Mul|Div|Clone|ToCopy|Alias|Clamp|"
+    r"NativeDropout|ViewAs)Backward"
+)
+CHANNELS_SECOND = re.compile(
+    r"(Convolution|BatchNorm|GroupNorm|InstanceNorm|Pool\dD?|Upsample\w*)Backward", re.IGNORECASE
+)
+WIDTH_LAST = re.compile(r"(Addmm|Mm|Bmm|LayerNorm|Embedding|Linear|RmsNorm)Backward", re.IGNORECASE)
+
+
+def axis_by_history(x: Tensor, most: int = 24) -> int | None:
+    """Which axis of a tensor is its width, by the layer that made it; None if none of a known kind did."""
+    return _axis(x.grad_fn, x.ndim, most)
+
+
+def _axis(node: Any, ndim: int, most: int) -> int | None:
+    if node is None or not most:
+        return None
+    name = node.name()
+    if CHANNELS_SECOND.search(name):
+        return 1
+    if WIDTH_LAST.search(name):
+        return ndim - 1
+    if "Permute" in name or name.startswith("Transpose"):
+        order = list(range(ndim))
+        if "Permute" in name:
+            order = [_signed(dim) % ndim for dim in node._saved_dims]
+        else:
+            first, second = (_signed(dim) % ndim for dim in (node._saved_dim0, node._saved_dim1))
+            order[first], order[second] = order[second], order[first]
+        before = _axis(node.next_functions[0][0], ndim, most - 1)
+        return None if before is None or len(order) != ndim else order.index(before)
+    if "View" in name and "ViewAs" not in name:  # how a linear layer of many axes ends
+        before = len(node._saved_self_sym_sizes)
+        return ndim - 1 if _axis(node.next_functions[0][0], before, most - 1) == before - 1 else None
+    if not ELEMENTWISE.search(name):
+        return None
+    found = {_axis(following, ndim, most - 1) for following, _ in node.next_functions if following is not None} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _signed(dim: int) -> int:
+    """A dimension as autograd keeps it: negative ones as very large numbers."""
+    return dim - 2**64 if dim > 2**63 else dim

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,23 @@ from explicit_dropout.errors import CollectionError, InputError, UnsupportedSite
 from explicit_dropout.functional.batch import without_autocast
 from explicit_dropout.hooks.calls import argument_names, calls_itself, named_call
 from explicit_dropout.hooks.collector import Chain, Collector, Term, failed, holders_of, is_pretrained, shortened
-from explicit_dropout.hooks.dice import Draw, Interception, Kind, Weighed, dice_thrown, same_states, version
+from explicit_dropout.hooks.dice import Draw, Interception, Kind, Weighed, axis_by_history, dice_thrown, same_states
 from explicit_dropout.hooks.taps import Padding, stream
 from explicit_dropout.kernels.plain import wide
 from explicit_dropout.noise import Noise, bernoulli, inverted
 from explicit_dropout.sites import visible
 
+SMALL = 2**20
+"""So many attention weights may be kept for the backward pass; more are computed again."""
+CHECKED = 16
+"""Every so many passes generators are looked at, and in the first ones."""
+PATIENCE = 4
+"""Passes in a row that have to have drawn where another thread may have."""
 TORCH_LAYERS = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+
+
+Width = Callable[[str, Tensor], int] | None
+"""Which axis of a tensor is its width, by module path; None: it is told by the layers around it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class EnterHook(TwinHook):
         self.entered = False
         self.thread = 0
         self.before: tuple[Any, ...] | None = None
+        self.passes = self.suspicious = 0
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
@@ -80,7 +91,9 @@ class EnterHook(TwinHook):
                 "model with rate 0 and attach xd.ExplicitDropout with value and feed_forward, which works sharded."
             )
         if collecting and self.dice.others == "refuse" and not torch.compiler.is_compiling():
-            self.before = dice_thrown(device_of(model))
+            if self.passes < CHECKED or self.passes % CHECKED == 0 or self.suspicious:
+                self.before = dice_thrown(device_of(model))
+            self.passes += 1
         self.dice.enter(collecting)
 
     def _refuse_others(self, model: nn.Module) -> None:
@@ -104,9 +117,11 @@ class EnterHook(TwinHook):
 class LeaveHook(TwinHook):
     """After it: the penalties of all draws that were not made. Also after a pass that has failed."""
 
-    def __init__(self, entering: EnterHook, model: nn.Module, padding: Padding, off: Iterable[Kind]) -> None:
+    def __init__(
+        self, entering: EnterHook, model: nn.Module, padding: Padding, width: Width, off: Iterable[Kind]
+    ) -> None:
         super().__init__(entering.collector, entering.dice)
-        self.entering, self.padding_source, self.off = entering, padding, frozenset(off)
+        self.entering, self.padding_source, self.width, self.off = entering, padding, width, frozenset(off)
         self.found: dict[str, Twin] = {}
         self.holders: dict[str, tuple[str, ...]] = {"": ("",)}
         self.layers = {path for path, module in model.named_modules() if takes_padding(module)}
@@ -117,7 +132,7 @@ class LeaveHook(TwinHook):
     def __getstate__(self) -> dict[str, Any]:
         """Copies are inert, so they do without a function of the user's, which may not be one that can be saved."""
         source = self.padding_source
-        return {**self.__dict__, "padding_source": None if callable(source) else source}
+        return {**self.__dict__, "padding_source": None if callable(source) else source, "width": None}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         del args, kwargs
@@ -142,11 +157,15 @@ class LeaveHook(TwinHook):
                 self._add(model, name, kind, draw)
 
     def _refuse_thrown(self, model: nn.Module, before: tuple[Any, ...]) -> None:
-        if not same_states(before, dice_thrown(device_of(model))):
+        if same_states(before, dice_thrown(device_of(model))):
+            self.entering.suspicious = 0
+            return
+        self.entering.suspicious += 1
+        if threading.active_count() == 1 or self.entering.suspicious == PATIENCE:
             raise UnsupportedSiteError(
                 f"{type(model).__name__} has drawn random numbers in its forward pass where torch does not let one "
                 "look: by Python or numpy, by an extension (flash attention, xformers), by torch.ops, by an LSTM or "
-                "GRU. Build it with rate 0 there, or let it: others='keep'."
+                "GRU; or another thread of the program has. Build it with rate 0 there, or let it: others='keep'."
             )
 
     def _add(self, model: nn.Module, name: str, kind: Kind, draw: Draw | Weighed) -> None:
@@ -167,6 +186,8 @@ class LeaveHook(TwinHook):
             if use.x is None or use.other is None or use.changed:
                 raise _changed(draw)
             weights, values = (self._by_sample(model, draw.path, t) for t in (use.x, use.other))
+            if weights.ndim == 2:
+                weights, values = weights[None, None], values.mT[None, None]  # kept as a weight is
             mask = self._rows(model, draw.path, weights)
             penalty = functional.attention_weights(weights, values, noise, mask=mask, reduction="none")
             return penalty.sum(), _number(weights.shape[:-3], weights.shape[-2], mask)
@@ -196,24 +217,37 @@ class LeaveHook(TwinHook):
             return draw.axis
         if x.ndim < 3 or kind_of(draw) == "linear":
             return x.ndim - 1
+        if self.width is not None:
+            given = self.width(draw.path, x)
+            if isinstance(given, bool) or not isinstance(given, int) or not -x.ndim <= given < x.ndim:
+                raise InputError("width", f"a function that returns an axis of {tuple(x.shape)}", repr(given))
+            return given % x.ndim
+        known = None if torch.compiler.is_compiling() else axis_by_history(x)
+        if known is not None:
+            return known
         first, last = x.shape[1] in self.channels, x.shape[-1] in self.widths
         if first and not last:
             return 1
-        if x.ndim > 3 and first == last:
+        if first == last and (first or x.ndim > 3):
             raise UnsupportedSiteError(
-                f"{draw.path}: which axis of a tensor of shape {tuple(x.shape)} is its width, the second or the last, "
-                "cannot be told from the layers of the model. Build it with rate 0 there."
+                f"{draw.path or 'the model'}: which axis of a tensor of shape {tuple(x.shape)} is its width, the "
+                "second or the last, cannot be told from the layers of the model. Say so: "
+                "convert_dropout(..., width=lambda path, x: axis)."
             )
         return x.ndim - 1
 
     def _weighed(self, model: nn.Module, draw: Weighed) -> tuple[Tensor, int | Tensor]:
+        if draw.changed:
+            raise _changed(draw)
         queries, keys, values, mask, causal, scale = draw.call()
         if mask is not None and mask.ndim == queries.ndim == 3:
             mask = self._by_sample(model, draw.path, mask)
         queries, keys, values = (self._by_sample(model, draw.path, t) for t in (queries, keys, values))
+        keys, values = (t.expand(*queries.shape[:-3], *t.shape[-3:]) for t in (keys, values))
         rows = self._rows(model, draw.path, queries)
         given = (queries, keys, values, mask, causal, scale, rows, inverted(draw.rate))
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        small = queries.shape[:-1].numel() * keys.shape[-2] <= SMALL
+        if small or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             penalty = weight_energy(*given)
         else:  # the weights themselves are not kept for the backward pass
             penalty = checkpoint(weight_energy, *given, use_reentrant=False, preserve_rng_state=False)
@@ -267,6 +301,9 @@ class LeaveHook(TwinHook):
                 )
             return mask
         told = list(self._told(model, path, shape[-1], kinds))
+        if not told and self._holders(model, path) == ("",):  # what lies beside the one model that is told of padding
+            others = {id(mask): mask for mask in self.collector.padding().values()}
+            told = [mask for mask in others.values() if len(others) == 1 and mask.shape == shape]
         for mask in told:
             if mask.shape == shape:
                 return mask
@@ -410,10 +447,10 @@ def widths_of(model: nn.Module) -> tuple[set[int], set[int]]:
     return channels, widths
 
 
-def _changed(draw: Draw) -> UnsupportedSiteError:
+def _changed(draw: Draw | Weighed) -> UnsupportedSiteError:
     return UnsupportedSiteError(
-        f"{draw.path}: the model changes what its dropped tensor is multiplied with in place, so that it is lost. Let "
-        "it write a new tensor instead."
+        f"{draw.path or 'the model'}: the model changes what its dropped tensor, or its attention, works with in "
+        "place, so that it is lost. Let it write a new tensor instead."
     )
 
 
@@ -421,7 +458,9 @@ def kind_of(draw: Draw | Weighed) -> Kind:
     """Where a draw is measured: at the one linear map that its result goes to, or else at the result itself."""
     if isinstance(draw, Weighed):
         return "attention_weights"
-    alone = draw.uses[0].kind if len(draw.uses) == 1 and version(draw.passed) == draw.versions[1] else None
+    alone = draw.uses[0].kind if len(draw.uses) == 1 and draw.untouched else None
+    if alone == "linear" and draw.weights and draw.passed.ndim == 2:
+        alone = "attention_weights"  # of one sample and head
     if alone == "attention_weights" and not draw.weights and draw.uses[0].x is not None and draw.uses[0].x.ndim == 3:
         alone = None  # a stack of matrices, of experts perhaps
     return draw.kind or alone or "hidden"
