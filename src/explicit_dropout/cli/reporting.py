@@ -53,7 +53,7 @@ def report(
     listed: list[tuple[Experiment, str | None]] = [
         (experiment, file) for file in dict.fromkeys(experiments) for experiment in load_experiments(file)
     ]
-    if not listed and not (store / "runs").is_dir():
+    if not listed and not place.exists:
         raise InputError("--store", "a folder that a sweep has written (it has a folder runs)", store)
     if serve:
         return _serve(place, listed, port)

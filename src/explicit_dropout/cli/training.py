@@ -25,6 +25,7 @@ from rich.text import Text
 from explicit_dropout.cli.output import console
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.config import Execution, Run
+from explicit_dropout.lab.packing import located
 from explicit_dropout.lab.store import Store
 from explicit_dropout.lab.training.loop import train as train_run
 from explicit_dropout.lab.training.watching import Watch, by_component
@@ -77,9 +78,9 @@ def train(
 def read_config(path: Path) -> Run:
     """The run of a config.json."""
     try:
-        return Run.from_json(json.loads(path.read_bytes())["run"])
+        return Run.from_json(json.loads(located(path).read_bytes())["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        said = error.strerror if isinstance(error, OSError) else f"{error}".rstrip(".")
+        said = (error.strerror or "it is not there") if isinstance(error, OSError) else f"{error}".rstrip(".")
         said = f"it has no {error}" if isinstance(error, KeyError) else said
         raise InputError("config", "the config.json of a run folder", f"{path}: {said}") from error
 

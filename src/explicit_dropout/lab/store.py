@@ -3,30 +3,29 @@
 `<root>/runs/<run.key>/` holds `config.json`, `environment.json`, `metrics.jsonl` (a line per epoch), `checkpoint.pt`
 (after the last complete epoch) and, last of all, `summary.json`, whose existence means that the run is finished. Stores
 of several machines merge by copying folders. A folder belongs to at most one process at a time: the one that holds the
-lock of its file `lock`, which the operating system takes back however that process ends.
+lock of its file `lock`, which the operating system takes back however that process ends. Folders of finished runs may
+be packed into archives, `<root>/*.zip`, and are read from there.
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
-import time
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never, cast
 
 import torch
 
 from explicit_dropout import __version__
 from explicit_dropout.errors import ExplicitDropoutError, StoreBusyError, StoreError
+from explicit_dropout.lab import disk
 from explicit_dropout.lab.config import Run
-
-PATIENCE = 0.2
-"""Seconds that a lock is tried for: whoever only looks whether a run is at work holds it for a moment."""
+from explicit_dropout.lab.packing import DAMAGED, FILES, Archive, archives, damaged, holding, write
 
 FORMAT = 1
 """Written into every config.json and summary.json, and refused if it is another."""
@@ -47,27 +46,71 @@ class Store:
     def folder(self, run: Run) -> RunFolder:
         """The folder of a run, which need not exist yet. One that belongs to something else is an error."""
         folder = RunFolder(self.root / "runs" / run.key, run)
+        if not folder.finished:
+            archive = holding(self.root, run.key)
+            folder = folder if archive is None else PackedRun(archive.folder(run.key), run)
         folder.check()
         return folder
 
     def folders(self, problems: list[str] | None = None) -> Iterator[RunFolder]:
-        """Every folder of the store that has a configuration, ordered by name.
+        """Every folder of the store that has a configuration, ordered by name, packed ones among them.
 
         One that cannot be used is an error, or, where there is a list for them, a line in `problems`.
         """
-        runs = self.root / "runs"
-        names = sorted(entry.name for entry in os.scandir(runs) if entry.is_dir()) if runs.is_dir() else []
-        for name in names:
-            path = runs / name
+        for path in self._paths().values():
             try:
-                written = None if name.startswith(".") else _read_config(path)
+                written = _read_config(path)
             except StoreError as error:
                 if problems is None:
                     raise
                 problems.append(str(error))
                 continue
             if written is not None:
-                yield RunFolder(path, written)
+                yield RunFolder(path, written) if isinstance(path, Path) else PackedRun(path, written)
+
+    def _paths(self) -> dict[str, Path | zipfile.Path]:
+        """Every folder by name, in order. A packed one gives way to one that is finished, too, and to no other."""
+        runs = self.root / "runs"
+        loose = [entry.name for entry in os.scandir(runs) if entry.is_dir()] if runs.is_dir() else []
+        found: dict[str, Path | zipfile.Path] = {name: runs / name for name in loose if not name.startswith(".")}
+        for archive in archives(self.root):
+            for key in archive.keys:
+                if not (key in found and (found[key] / "summary.json").exists()):
+                    found[key] = archive.folder(key)
+        return dict(sorted(found.items()))
+
+    def keys(self) -> set[str]:
+        """The names of all runs that have begun."""
+        return {name for name, path in self._paths().items() if (path / "config.json").exists()}
+
+    @property
+    def exists(self) -> bool:
+        """Whether anything has been written here."""
+        return (self.root / "runs").is_dir() or bool(archives(self.root))
+
+    def pack(self, name: str, runs: Iterable[Run]) -> int:
+        """Move the folders of those runs that are finished into the archive `<root>/<name>.zip`; how many there were.
+
+        A folder that holds more than an archive keeps (a checkpoint, say) stays as it is. The others go only when the
+        archive is on the disk and has been read again.
+        """
+        taken: dict[RunFolder, dict[str, bytes]] = {}
+        for run in runs:
+            folder = self.folder(run)
+            if folder.finished and folder.is_plain:
+                folder.summary()  # what is damaged raises here, and stays where it can be mended
+                folder.metrics()
+                taken[folder] = folder.contents()
+        if taken:
+            path = self.root / f"{name}.zip"
+            write(path, {folder.run.key: files for folder, files in taken.items()})
+            written = Archive(path)
+            for folder, files in taken.items():
+                if PackedRun(written.folder(folder.run.key), folder.run).contents() != files:
+                    raise StoreError(f"{path} does not hold {folder.path} as it is. Nothing was removed.")
+            for folder in taken:
+                folder.clear()
+        return len(taken)
 
     def finished_runs(self) -> Iterator[tuple[Run, dict[str, Any]]]:
         """Every finished run of the store with its summary."""
@@ -84,7 +127,7 @@ class Store:
 
     def prepare(self) -> None:
         """Make the folder of the runs."""
-        with _reporting(self.root):
+        with disk.reporting(self.root):
             (self.root / "runs").mkdir(parents=True, exist_ok=True)
 
     def status(self, runs: Iterable[Run]) -> dict[str, Status]:
@@ -144,11 +187,11 @@ class RunFolder:
             finally:
                 self._held -= 1
             return
-        with _reporting(self.path):
+        with disk.reporting(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _acquire(descriptor, self.path)
+            disk.acquire(descriptor, self.path)
             self._held = 1
             for stray in self.path.glob(".*.tmp"):  # of a process that died while it wrote
                 stray.unlink(missing_ok=True)
@@ -163,7 +206,7 @@ class RunFolder:
         except FileNotFoundError:
             return False
         try:
-            _acquire(descriptor, self.path, shared=True)
+            disk.acquire(descriptor, self.path, shared=True)
         except StoreBusyError:
             return True
         finally:
@@ -198,30 +241,14 @@ class RunFolder:
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Add the line of an epoch; it is on the disk, whole or not at all, when this returns or raises."""
-        written = json.dumps(dict(line), allow_nan=False).encode() + b"\n"
-        path = self.path / "metrics.jsonl"
-        with _reporting(path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            with path.open("ab", buffering=0) as file:
-                before = file.tell()
-                try:
-                    _write_all(file, written)
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(before)
-                    raise
-            if before == 0:
-                _sync_folder(self.path)
+        disk.append(self.path / "metrics.jsonl", json.dumps(dict(line), allow_nan=False).encode() + b"\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines so far. One that a crash has torn at the end does not count."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return []
-        try:
-            *whole, _torn = path.read_bytes().split(b"\n")
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
+        *whole, _torn = _read(path).split(b"\n")
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(whole, start=1):
             try:
@@ -252,9 +279,9 @@ class RunFolder:
                 state = self._read_checkpoint(path)
             except (ValueError, StoreError) as error:
                 aside = path.with_name("checkpoint.pt.corrupt")
-                with _reporting(aside):
+                with disk.reporting(aside):
                     os.replace(path, aside)
-                    _sync_folder(self.path)
+                    disk.sync_folder(self.path)
                 warnings.warn(
                     f"{path} cannot be used ({error}). It is kept as {aside.name}; the run starts from scratch.",
                     RuntimeWarning,
@@ -317,20 +344,45 @@ class RunFolder:
         self._write(name, (json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n").encode())
 
     def _write(self, name: str, content: bytes | memoryview) -> None:
-        """Replace a file as a whole: whenever the power fails, either the old or the new one is there."""
-        temporary = self.path / f".{name}.{os.getpid()}.tmp"
-        with _reporting(self.path / name):
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb", buffering=0) as file:
-                    _write_all(file, content)
-                    os.fsync(file.fileno())
-                os.replace(temporary, self.path / name)
-            except OSError:
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
-            _sync_folder(self.path)
+        disk.replace(self.path / name, content)
+
+    # ------------------------------------------------------------------------------------------ packing
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an archive would keep all there is, the file of the lock aside."""
+        return {entry.name for entry in self.path.iterdir()} <= {*FILES, "lock"}
+
+    def contents(self) -> dict[str, bytes]:
+        """What an archive keeps, by file."""
+        return {name: _read(self.path / name) for name in FILES if (self.path / name).exists()}
+
+    def clear(self) -> None:
+        """Remove the folder of a run that is packed. What is left of it, if this is cut short, is not finished."""
+        with disk.reporting(self.path):
+            for name in ("summary.json", *FILES, "lock"):
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
+
+
+class PackedRun(RunFolder):
+    """A finished run inside an archive. It can be read as any other and never changes."""
+
+    def __init__(self, path: zipfile.Path, run: Run) -> None:
+        super().__init__(cast("Path", path), run)  # the two are read alike
+
+    is_plain = False
+
+    @contextmanager
+    def lock(self) -> Iterator[RunFolder]:
+        yield self
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        del line
+        self._write()
+
+    def _write(self, *_: object) -> Never:
+        raise StoreError(f"{self.path} is packed and finished. Unpack it into runs/ of its store to change it.")
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -352,13 +404,20 @@ def _of_dataset(environment: Mapping[str, Any] | None, name: str) -> str | None:
     return str(found) if found else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path | zipfile.Path) -> bytes:
     try:
-        content = json.loads(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except DAMAGED as error:
+        raise damaged(path, error) from error
+
+
+def _read_json(path: Path | zipfile.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read(path))
     except ValueError as error:
         raise StoreError(f"{path} is not JSON ({error}). Move {path.parent} away, and the run starts anew.") from error
     if not isinstance(content, dict):
@@ -366,7 +425,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_format(content: Mapping[str, Any], path: Path) -> None:
+def _check_format(content: Mapping[str, Any], path: Path | zipfile.Path) -> None:
     if content.get("format") != FORMAT:
         raise StoreError(
             f"{path} has format {content.get('format')!r}, and this version ({__version__}) reads format {FORMAT}. "
@@ -374,7 +433,7 @@ def _check_format(content: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _read_config(path: Path) -> Run | None:
+def _read_config(path: Path | zipfile.Path) -> Run | None:
     """The run that a folder says it is; None if it does not say so yet."""
     config = path / "config.json"
     try:
@@ -397,54 +456,3 @@ def _read_config(path: Path) -> Run | None:
             "store yet; otherwise move it away."
         )
     return run
-
-
-# ---------------------------------------------------------------------------------------------- the disk
-
-
-@contextmanager
-def _reporting(path: Path) -> Iterator[None]:
-    """Errors of the disk as errors of the store: which file, why, and that nothing old is lost."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "Free some space" if full else "Make it writable"
-        raise StoreError(
-            f"{path} could not be written: {error.strerror or error}. What was there before is intact. "
-            f"{remedy} and start again: finished runs are skipped and begun ones go on."
-        ) from error
-
-
-def _write_all(file: io.RawIOBase | io.FileIO, content: bytes | memoryview) -> None:
-    rest = memoryview(content)
-    while len(rest):
-        rest = rest[file.write(rest) or 0 :]
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _acquire(descriptor: int, folder: Path, *, shared: bool = False) -> None:
-    import fcntl  # not on every system, and reading results needs no lock
-
-    deadline = time.monotonic() + (0 if shared else PATIENCE)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise StoreBusyError(f"{folder} is in use by another process.") from None
-                time.sleep(0.02)
-    except OSError as error:
-        raise StoreError(
-            f"{folder} cannot be locked: {error.strerror}. The store needs a file system with locks, such as a local "
-            "disk, NFS 4, or Lustre mounted with `flock`."
-        ) from error

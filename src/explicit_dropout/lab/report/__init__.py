@@ -110,9 +110,7 @@ def build(store: Store, experiments: Sequence[tuple[Experiment, str | None]] = (
     listed = list(experiments) or [(experiment, None) for experiment in found(store, problems)]
     parts = tuple(read(store, experiment, source) for experiment, source in listed)
     known = {run.key for experiment, _ in listed for run in experiment.runs}
-    runs = store.root / "runs"
-    folders = {entry.name for entry in os.scandir(runs) if entry.is_dir()} if runs.is_dir() else set()
-    others = sum((runs / other / "config.json").exists() for other in folders - known)  # what never began is no run
+    others = len(store.keys() - known)
     return Report(parts, str(store.root) if name is None else name, others, tuple(problems))
 
 

@@ -42,7 +42,7 @@ def _one_by_one(records: Sequence[Record], store: str) -> list[str]:
     """The command for each run that no experiment file describes: its settings are in its folder."""
     ordered = sorted(records, key=lambda record: record.state == "finished")  # what is still to be done comes first
     listed = [
-        shlex.join([PROGRAM, "train", "--config", f"{store}/runs/{record.run.key}/config.json", "--store", store])
+        shlex.join([PROGRAM, "train", "--config", f"{store}/{record.place}/config.json", "--store", store])
         for record in ordered[:LISTED]
     ]
     more = len(ordered) - len(listed)

@@ -22,10 +22,14 @@ State = Literal["finished", "begun", "failed", "new"]
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its folder shows it. `error` holds what a failed run, or a folder that cannot be read, says."""
+    """A run as its folder shows it, whose path within the store is `place`.
+
+    `error` holds what a failed run, or a folder that cannot be read, says.
+    """
 
     run: Run
     state: State
+    place: str
     metrics: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] | None = None
     environment: Mapping[str, Any] | None = None
@@ -92,19 +96,21 @@ def found(store: Store, problems: list[str] | None = None) -> list[Experiment]:
 
 
 def _record(store: Store, run: Run) -> Record:
+    place = f"runs/{run.key}"
     try:
         folder = store.folder(run)
+        place = Path(str(folder.path)).relative_to(store.root).as_posix()
         metrics = folder.metrics()
         if folder.finished:
-            return Record(run, "finished", metrics, folder.summary(), folder.environment())
+            return Record(run, "finished", place, metrics, folder.summary(), folder.environment())
         if not folder.path.is_dir():
-            return Record(run, "new")
+            return Record(run, "new", place)
         error = folder.path / "error.txt"
         if error.exists() and _written(error) >= _written(folder.path / "metrics.jsonl"):
-            return Record(run, "failed", metrics, None, folder.environment(), error.read_text(errors="replace"))
-        return Record(run, "begun", metrics, None, folder.environment())
+            return Record(run, "failed", place, metrics, None, folder.environment(), error.read_text(errors="replace"))
+        return Record(run, "begun", place, metrics, None, folder.environment())
     except (StoreError, OSError) as problem:  # one bad folder must not hide the others, nor be hidden
-        return Record(run, "failed", error=str(problem))
+        return Record(run, "failed", place, error=str(problem))
 
 
 def _written(path: Path) -> int:

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,8 +49,12 @@ class LiveReport:
 
 
 def state_of(root: Path) -> str:
-    """A digest of names, sizes and times of the files of all runs."""
+    """A digest of names, sizes and times of the files of all runs, and of the archives of finished ones."""
     digest = hashlib.sha256()
+    for archive in sorted(root.glob("*.zip")):
+        with suppress(OSError):
+            status = archive.stat()
+            digest.update(f"{archive.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     runs = root / "runs"
     for folder in sorted(os.scandir(runs), key=lambda entry: entry.name) if runs.is_dir() else ():
         if not folder.is_dir():
