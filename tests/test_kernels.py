@@ -634,6 +634,69 @@ def test_nothing_is_kept_for_spreads_but_what_there_is(compiled):
     assert [(tensor.shape, tensor.dtype) for tensor in kept.values()] in ([], lowered)
 
 
+on_cpu = pytest.mark.skipif(
+    kernels.by_triton(torch.zeros(1, device=DEVICE)), reason="only a CPU without Triton has these in float32"
+)
+
+
+@on_cpu
+def test_spreads_of_a_cpu_are_exact_and_keep_nothing_but_what_there_is():
+    given, kept = [x.requires_grad_() for x in spread_sides((5, 33, 3, 16, 70), torch.float32)], set()
+    assert kernels.serves_spread(given[0], 3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.data_ptr()) or x, lambda x: x):
+        found = kernels.joint_spread(*given, heads=3)
+    assert kept == {tensor.data_ptr() for tensor in given}
+    exact = [x.detach().double().requires_grad_() for x in given]
+    wanted = spread_plainly(*exact, heads=3)
+    gradients = torch.autograd.grad(sum(energy.square().sum() for energy in found), given)
+    for mine, other in zip(
+        (*found, *gradients),
+        (*wanted, *torch.autograd.grad(sum(energy.square().sum() for energy in wanted), exact)),
+        strict=True,
+    ):
+        assert (mine.double() - other).norm() < 1e-5 * other.norm()
+
+
+@on_cpu
+def test_spreads_of_a_cpu_have_second_derivatives():
+    given = [x.double().requires_grad_() for x in spread_sides((2, 5, 2, 3, 4), torch.float32)]
+    first = torch.autograd.grad(sum(e.sum() for e in spread_plainly(*given, heads=2)), given, create_graph=True)
+    wanted = torch.autograd.grad(sum(g.square().sum() for g in first), given)
+    own = [x.detach().float().requires_grad_() for x in given]
+    first = torch.autograd.grad(sum(e.sum() for e in kernels.joint_spread(*own, heads=2)), own, create_graph=True)
+    found = torch.autograd.grad(sum(g.square().sum() for g in first), own)
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine.double() - other).norm() < 1e-5 * other.norm()
+
+
+@on_cpu
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("component", ["query", "key", "query_key"])
+def test_incoherent_scores_of_a_model_on_a_cpu_keep_no_matrices_and_are_those_of_plain_torch(component, autocast):
+    def run_once(served):
+        model, kept = small_vit(), {}
+        reg = xd.ExplicitDropout(model, xd.inverted(0.3), **{component: 0.3})
+        with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if not served:
+                patch.setattr(kernels, "serves_spread", lambda *_: False)
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda x: kept.setdefault(x.data_ptr(), x.numel()) and x, lambda x: x
+            ):
+                run(model)
+                penalty = reg()
+        penalty.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return penalty.detach(), gradients, sum(kept.values())
+
+    (mine, gradients, small), (other, others, large) = run_once(True), run_once(False)
+    rounding = 2e-2 if autocast else 1e-5
+    assert torch.isclose(mine, other, rtol=rounding)
+    assert len(gradients) == len(others) > 4
+    whole = max(b.norm() for b in others)  # some parameters have next to no gradient, made of rounding
+    assert all((a - b).norm() <= rounding * (b.norm() + whole) for a, b in zip(gradients, others, strict=True))
+    assert small < 0.8 * large
+
+
 REACHES = [(2, 20, 2, 8, 12), (3, 70, 3, 16, 70), (1, 1, 2, 20, 5), (0, 4, 2, 8, 6), (2, 130, 1, 33, 130)]
 if DEVICE == "cuda":
     REACHES += [(4, 1024, 12, 64, 768), (5, 515, 3, 128, 200)]

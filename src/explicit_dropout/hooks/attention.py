@@ -62,10 +62,11 @@ class SquaresHook(TapHook):
         if attention.cross or not attention.batch_first or not tap.watching(module):
             return None
         x = only_input(tap.path, args, kwargs)
+        if x.ndim != 3 or not kernels.serves(x):
+            return None
         lower = kernels.lowered(x) if self.plain else None
-        half = (lower or x.dtype) != torch.float32
-        served = half and x.ndim == 3 and kernels.serves(x) and kernels.by_triton(x)
-        if not served or by_sample(tap, x)[1] is not None:
+        wanted = (lower or x.dtype) != torch.float32 if kernels.by_triton(x) else not attention.causal
+        if not wanted or by_sample(tap, x)[1] is not None:
             return None
         if attention.causal:
             passed = x if lower is None else x.to(lower)

@@ -14,8 +14,8 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     reach      Σ_a Σ_c Y_ac (k_a · W_:c)², what is incoherent in causal scores, Y_a the squares that reach a
     plain      the same in plain torch: in float64, under function transforms, and to compare with
 
-On a GPU they are Triton kernels, with products of torch between them in reach; on a CPU energy, gram and attended have
-counterparts in torch, and norms are torch everywhere. Compiled code reaches them as operators
+On a GPU they are Triton kernels, with products of torch between them in reach; on a CPU energy, gram, spreads and
+attended have counterparts in torch, and norms are torch everywhere. Compiled code reaches them as operators
 (`torch.ops.explicit_dropout`) and fuses the pointwise rest; into those of reach the compiler does not look, the kernels
 of the others it launches itself (`inlining`).
 """

@@ -3,7 +3,7 @@
 X are the keys where queries are dropped, W makes the queries, and s are the column energies of their input; or the
 other way round. Where both are dropped, W diag(s) Wᵀ of one side meets that of the other as well. For each sample and
 head these are matrices of the width of a head, made where they are needed, forward and backward: nothing is kept but
-what there is. Operands of their products are bfloat16, sums float32.
+what there is. On a GPU operands of their products are bfloat16, sums float32.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ def _triton() -> Any:
 
 
 def serves_spread(side: Tensor, heads: int) -> bool:
-    """Whether `spread` takes this side of attention here and now: in half precision, where float32 is not expected."""
-    return side.dtype != torch.float32 and serves_scores(side, side, heads)
+    """Whether `spread` takes this side of attention here and now: on a GPU only where float32 is not expected."""
+    return serves_scores(side, side, heads) and (
+        side.dtype != torch.float32 or not (torch.compiler.is_compiling() or energy.by_triton(side))
+    )
 
 
 def spread(others: Tensor, weight: Tensor, squares: Tensor, heads: int) -> Tensor:
@@ -69,8 +71,10 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second()
-        return None, *_gradients(list(ctx.saved_tensors), ctx.heads, list(slopes))
+        sides = list(ctx.saved_tensors)
+        if energy.by_triton(sides[0]):
+            refuse_second()
+        return None, *_gradients(sides, ctx.heads, list(slopes))
 
 
 def exactly(x: Tensor) -> Any:
