@@ -124,8 +124,12 @@ def test_every_pair_of_treatments_makes_a_training_step(attention: str, feed_for
 
 
 @pytest.mark.parametrize(
-    "row", ["drop_attention+none", "drop_key+none", "dropout+none", "drop_head+none", "none+implicit"]
-)
+    "row",
+    [
+        "drop_attention+none", "drop_key+none", "dropout+none", "drop_head+none", "none+implicit", "implicit_v+none",
+        "none+implicit_inputs",
+    ],
+)  # fmt: skip
 def test_a_stochastic_row_is_stochastic_by_itself(row: str) -> None:
     (treatment,) = treatments(row, [STRENGTH])
     built = small(treatment)
@@ -133,6 +137,23 @@ def test_a_stochastic_row_is_stochastic_by_itself(row: str) -> None:
     assert not torch.equal(built(x), built(x))
     plain = small(Treatment())
     torch.testing.assert_close(built.eval()(x), plain.eval()(x))
+
+
+def test_dropout_at_the_inputs_changes_what_the_penalties_are_of_and_nothing_before_it() -> None:
+    """Values and both feed-forward layers see dropped inputs; queries and keys of the first layer do not."""
+    treated, plain = small(Treatment("implicit_v", "implicit_inputs")), small(Treatment())
+    treated.train(), plain.train()
+    x = images()
+    ours, theirs = Seen(treated, x), Seen(plain, x)
+    block = "blocks.0."
+    for path in ("attention.query", "attention.key"):
+        assert torch.equal(ours.inputs[block + path], theirs.inputs[block + path])
+    kept = ours.inputs[block + "attention.value"] / theirs.inputs[block + "attention.value"]
+    assert torch.allclose(kept[kept != 0], torch.tensor(1.25))
+    assert 0.1 < (kept == 0).float().mean() < 0.3
+    for path in ("fc1", "fc2"):
+        assert 0.1 < (ours.inputs[f"{block}feed_forward.{path}"] == 0).float().mean() < 0.3
+        assert not (theirs.inputs[f"{block}feed_forward.{path}"] == 0).any()
 
 
 class Seen:

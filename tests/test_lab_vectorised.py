@@ -173,6 +173,7 @@ def treatments() -> list[Treatment]:
     others += [Treatment(feed_forward=kind, **strong) for kind in ("explicit", "arora", "activation_l2")]
     others += [Treatment("explicit_v", "explicit", reduction="sample", extra_dropout=0.1, **strong)]
     dice = ["none", "dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head"]
+    others += [Treatment("implicit_v", "implicit_inputs")]
     return [*exact, *others, *(Treatment(kind, "implicit", drop_path=0.1) for kind in dice)]
 
 

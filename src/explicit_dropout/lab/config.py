@@ -21,11 +21,13 @@ from explicit_dropout.errors import InputError
 Metric = Literal["accuracy", "mean_average_precision"]
 Augmentation = Literal["none", "crop_flip", "autoaugment"]
 AttentionTreatment = Literal[
-    "none", "dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head",
+    "none", "implicit_v", "dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head",
     "explicit_q", "explicit_k", "explicit_qk", "explicit_v", "explicit_av", "arora_q", "arora_k", "arora_v",
 ]  # fmt: skip
 STOCHASTIC_ATTENTION = ("dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head")
-FeedForwardTreatment = Literal["none", "implicit", "explicit", "arora", "activation_l2", "weight_decay"]
+FeedForwardTreatment = Literal[
+    "none", "implicit", "implicit_inputs", "explicit", "arora", "activation_l2", "weight_decay",
+]  # fmt: skip
 LawName = Literal["paper", "bernoulli", "inverted"]
 
 
@@ -177,10 +179,12 @@ class Treatment(Settings):
     """How a model is regularised: one row of the paper's tables.
 
     Args:
-        attention: none; stochastic: dropout (of attention weights), drop_attention (renormalised), the same by column,
-            drop_key, drop_head; or a penalty: explicit_{q,k,qk,v,av}, arora_{q,k,v}.
-        feed_forward: none, implicit (`nn.Dropout`), explicit, arora; or a control for the whole model: activation_l2
-            (of everything that a residual branch adds) and weight_decay (by the optimiser).
+        attention: none; stochastic: implicit_v (`nn.Dropout` on the input of the value projection), dropout (of
+            attention weights), drop_attention (renormalised), the same by column, drop_key, drop_head; or a penalty:
+            explicit_{q,k,qk,v,av}, arora_{q,k,v}.
+        feed_forward: none, implicit (`nn.Dropout` after the activation and at the end), implicit_inputs (on the inputs
+            of both layers, where explicit stands for it), explicit, arora; or a control for the whole model:
+            activation_l2 (of everything that a residual branch adds) and weight_decay (by the optimiser).
         rate: the drop rate p.
         strength: λ, shared by the penalties of attention and feed-forward.
         law: the moments of explicit penalties.
@@ -232,7 +236,7 @@ class Treatment(Settings):
             "reduction": self.has_penalty,
             "span": self.attention.startswith("drop_attention"),
             "decreasing": stochastic,
-            "extra_dropout": self.feed_forward != "implicit",
+            "extra_dropout": not self.feed_forward.startswith("implicit"),
         }
 
     @property

@@ -48,9 +48,8 @@ class Transformer(nn.Module):
         self.positions = nn.Parameter(torch.randn(1, tokens, model.width) * 0.02)
         dropped = attention_treatments(treatment, model.layers)
         paths = rates_over_depth(treatment.drop_path, model.layers, "rising")
-        dropout = treatment.rate if treatment.feed_forward == "implicit" else treatment.extra_dropout
         self.blocks = nn.ModuleList(
-            Block(model, layer_treatment, dropout, path) for layer_treatment, path in zip(dropped, paths, strict=True)
+            Block(model, treatment, layer_treatment, path) for layer_treatment, path in zip(dropped, paths, strict=True)
         )
         self.norm = nn.LayerNorm(model.width)
         self.head = nn.Linear(model.width, classes)
@@ -76,13 +75,16 @@ class Block(nn.Module):
     """One layer: attention and feed-forward, each added to its input, with LayerNorm before (pre) or after (post)."""
 
     def __init__(
-        self, model: config.Model, treatment: AttentionTreatment | None, dropout: float, drop_path: float
+        self, model: config.Model, treatment: config.Treatment, weights: AttentionTreatment | None, drop_path: float
     ) -> None:
         super().__init__()
         self.pre = model.norm == "pre"
         self.norm1, self.norm2 = nn.LayerNorm(model.width), nn.LayerNorm(model.width)
-        self.attention = Attention(model.width, model.heads, treatment, bias=model.qkv_bias)
-        self.feed_forward = FeedForward(model.width, model.hidden, dropout)
+        at_value = treatment.rate if treatment.attention == "implicit_v" else 0.0
+        inside = treatment.rate if treatment.feed_forward == "implicit" else treatment.extra_dropout
+        at_inputs = treatment.rate if treatment.feed_forward == "implicit_inputs" else 0.0
+        self.attention = Attention(model.width, model.heads, weights, bias=model.qkv_bias, at_value=at_value)
+        self.feed_forward = FeedForward(model.width, model.hidden, inside, at_inputs=at_inputs)
         self.path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,29 +96,40 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """softmax(Q Kᵀ / √head width) V, several heads, with or without a stochastic treatment of its weights."""
+    """softmax(Q Kᵀ / √head width) V, several heads, with or without a stochastic treatment of its weights.
 
-    def __init__(self, width: int, heads: int, treatment: AttentionTreatment | None, *, bias: bool = True) -> None:
+    at_value: the rate of dropout on the input of the value projection.
+    """
+
+    def __init__(
+        self, width: int, heads: int, treatment: AttentionTreatment | None, *, bias: bool = True, at_value: float = 0.0
+    ) -> None:
         super().__init__()
         self.heads, self.treatment = heads, treatment
         self.query, self.key, self.value = (nn.Linear(width, width, bias=bias) for _ in range(3))
         self.out = nn.Linear(width, width)
+        self.before_value = Dropout(at_value) if at_value else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k, v = self.query(x), self.key(x), self.value(self.before_value(x))
         return self.out(attention(q, k, v, self.heads, self.treatment))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU, Linear, with dropout after the activation and at the end, as in the public ViT for CIFAR."""
+    """Linear, GELU, Linear, with dropout after the activation and at the end, as in the public ViT for CIFAR.
 
-    def __init__(self, width: int, hidden: int, dropout: float) -> None:
+    at_inputs: the rate of dropout on the inputs of both layers, instead.
+    """
+
+    def __init__(self, width: int, hidden: int, dropout: float, *, at_inputs: float = 0.0) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.dropout = Dropout(dropout)
+        self.before = Dropout(at_inputs) if at_inputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.fc2(self.dropout(F.gelu(self.fc1(x)))))  # type: ignore[no-any-return]
+        hidden = self.before(F.gelu(self.fc1(self.before(x))))
+        return self.dropout(self.fc2(self.dropout(hidden)))  # type: ignore[no-any-return]
 
 
 @sites.register_rule(Attention)
