@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from explicit_dropout import InputError
-from explicit_dropout.lab.config import Data, Run, Training
-from explicit_dropout.lab.report.tables import tables
+from explicit_dropout.lab.config import Data, Run, Training, Treatment
+from explicit_dropout.lab.experiment import Experiment
+from explicit_dropout.lab.report import stopping
+from explicit_dropout.lab.report.stopping import stopping_table
+from explicit_dropout.lab.report.tables import records, tables
 from explicit_dropout.lab.rows import named, treatments
 from explicit_dropout.lab.statistics import Estimate, analyse, differences, edges, grids, holm, repetition
 from explicit_dropout.lab.store import SPREAD
@@ -340,6 +343,63 @@ def test_a_choice_at_the_end_of_the_grid_is_told():
         found = analyse(made, [scored(run, 0.9 if run.treatment.strength == best else 0.8) for run in made.runs])
         assert edges(found["explicit_v+explicit"]) == told
     assert edges(found["none+implicit"]) == edges(analyse(made, []).baseline) == []
+
+
+def test_a_rate_that_is_chosen_at_an_end_is_told_and_stands_among_the_results():
+    rates, pool = (0.1, 0.2, 0.3), "none+implicit [p chosen]"
+    made = Experiment(
+        "rates",
+        "Rates",
+        tuple(Run(treatment=Treatment(feed_forward="implicit", rate=p), seed=s) for p in rates for s in range(3)),
+        baseline=pool,
+        pooled={pool: tuple(Treatment(feed_forward="implicit", rate=p).row for p in rates)},
+    )
+    for best, told in ((0.1, ["p 0.1"]), (0.2, []), (0.3, ["p 0.3"])):
+        found = analyse(made, [scored(run, 0.9 if run.treatment.rate == best else 0.8) for run in made.runs])
+        assert edges(found[pool]) == told
+        assert [record["others"] for record in records(found)] == [f"rate {best:g}"]
+
+
+# ------------------------------------------------------------------------------------------------ stopping early
+
+
+def curve(run, scores):
+    """A finished run that was validated after every second epoch."""
+    lines = []
+    for epoch, score in enumerate(scores, start=1):
+        lines += [{"epoch": 2 * epoch - 1}, {"epoch": 2 * epoch, "validation": {"accuracy": score}}]
+    return (*scored(run, scores[-1]), lines)
+
+
+def test_a_row_is_stopped_at_its_best_mean_over_strengths_and_epochs():
+    made = experiment(("none+none", "explicit_v+explicit"), range(3), (1e-3,), (1e-3, 1e-1), baseline="none+none")
+    curves = {0.0: (0.5, 0.7, 0.6), 1e-3: (0.5, 0.8, 0.6), 1e-1: (0.5, 0.6, 0.7)}
+    found = analyse(
+        made, [curve(run, [s + 0.01 * run.seed for s in curves[run.treatment.strength]]) for run in made.runs]
+    )
+    row = found["explicit_v+explicit"]
+    assert row.chosen.run.treatment.strength == 1e-1  # by what it has at the end
+    stop = stopping.best(row)
+    assert (stop.configuration.run.treatment.strength, stop.epoch) == (1e-3, 4)
+    assert stop.estimate.mean == pytest.approx(0.81)
+    none, explicit = stopping_table(found, 3).rows
+    assert (none["end"], none["early"], none["epoch"]) == ("61.00 ± 1.00", "71.00 ± 1.00", "4")
+    assert (explicit["strength"], explicit["early_strength"], explicit["early"]) == ("0.1", "0.001", "81.00 ± 1.00")
+    assert (explicit["gain"], explicit["beside"], none["beside"]) == ("+10.00", "+10.00", "–")
+    assert stopping_table(found, 4).rows == ()
+
+
+def test_an_epoch_that_only_some_runs_were_validated_after_is_no_place_to_stop():
+    made = experiment(("none+none",), range(2), (1e-3,), (1e-3,), baseline="none+none")
+    first, second = made.runs
+    found = analyse(made, [curve(first, [0.9, 0.5, 0.6]), curve(second, [0.9, 0.5])])
+    assert stopping.best(found["none+none"]).epoch == 2
+    assert (
+        stopping.best(analyse(made, [scored(run, 0.5) for run in made.runs])["none+none"]) is None
+    )  # no curves at all
+
+
+# ------------------------------------------------------------------------------------------------ grids
 
 
 def test_settings_beyond_the_grid_make_grids_of_their_own():

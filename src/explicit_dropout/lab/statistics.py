@@ -342,7 +342,7 @@ def grids(row: Row) -> list[Grid]:
 
 
 def edges(row: Row) -> list[str]:
-    """Which of λ and learning rate were chosen at an end of the values tried: beyond it there may be a better one."""
+    """Which of λ, learning rate and p were chosen at an end of the values tried: a better one may be beyond it."""
     if row.chosen is None:
         return []
     found = []
@@ -350,10 +350,19 @@ def edges(row: Row) -> list[str]:
         for place, configuration in grid.cells.items():
             if configuration is row.chosen:
                 axes = (("λ", grid.strengths), ("learning rate", grid.learning_rates))
-                for (name, values), value in zip(axes, place, strict=True):
-                    if len(values) > 1 and value in (values[0], values[-1]):
-                        found.append(f"{name} {value:g}")
-    return found
+                found += [
+                    f"{name} {value:g}"
+                    for (name, values), value in zip(axes, place, strict=True)
+                    if _ends(values, value)
+                ]
+    rates = [configuration.run.treatment.rate for configuration in row.configurations]
+    rate = row.chosen.run.treatment.rate
+    return found + ([f"p {rate:g}"] if _ends(rates, rate) else [])
+
+
+def _ends(values: Collection[float], value: float) -> bool:
+    """Whether a value is the first or the last of several."""
+    return len(set(values)) > 1 and value in (min(values), max(values))
 
 
 def differences(runs: Sequence[Run], without: Collection[str] = ()) -> list[str]:

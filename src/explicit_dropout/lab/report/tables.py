@@ -110,11 +110,17 @@ def _result(analysis: Analysis, row: Row) -> dict[str, str]:
         cells["pairs"] = str(comparison.difference.n)
         cells["holm"] = probability(comparison.holm)
     if chosen is not None:
-        labels = differences([c.run for c in row.configurations], without=GRID)
         cells["strength"] = strength(chosen)
         cells["learning_rate"] = f"{chosen.run.training.learning_rate:g}"
-        cells["others"] = labels[row.configurations.index(chosen)]
+        cells["others"] = others(row)
     return cells
+
+
+def others(row: Row) -> str:
+    """What was chosen of a row besides λ and learning rate, in words."""
+    if row.chosen is None:
+        return ""
+    return differences([c.run for c in row.configurations], without=GRID)[row.configurations.index(row.chosen)]
 
 
 GRID = ("treatment.strength", "training.learning_rate")
@@ -152,10 +158,16 @@ def diagnostics_table(analysis: Analysis) -> Table:
         f"{analysis.experiment.name}_diagnostics",
         f"{analysis.experiment.title}: fit, calibration and cost",
         f"The same runs: mean ± sd. {_training_examples(shown)} The gap is training minus test, in percentage points; "
-        "losses are mean negative log-likelihoods; the calibration error is in %.",
+        "losses are mean negative log-likelihoods; the calibration error is in %." + _noisy(shown),
         (Column("row", "row", number=False), *columns, Column("n", "n")),
         tuple(rows) if columns else (),
     )
+
+
+def _noisy(shown: Sequence[Configuration]) -> str:
+    if not any(c.run.data.label_noise for c in shown):
+        return ""
+    return " Training numbers are of the labels that were trained on, wrong ones among them; test labels are right."
 
 
 def _training_examples(shown: Sequence[Configuration]) -> str:
@@ -257,6 +269,7 @@ def records(analysis: Analysis) -> list[dict[str, Any]]:
                 "paper_sd": paper.get("std"),
                 "strength": chosen.run.treatment.strength if chosen else None,
                 "learning_rate": chosen.run.training.learning_rate if chosen else None,
+                "others": others(row),
                 "validation_mean": _hundredfold(row.validation.mean),
                 "validation_sd": _hundredfold(row.validation.sd),
                 "configurations": len(row.configurations),
