@@ -397,6 +397,7 @@ COLUMNS = {
     "table3": "THUMOS14-I3D", "table4": "GTZAN-YAMNet",
     "few_cifar_0": "1000 images of CIFAR-10", "few_cifar_40": "the same, 40 % label noise",
     "few_images_again_0": "300 digits", "few_images_again_40": "300 digits, 40 % label noise",
+    "few_images_why_long_0": "300 digits, 200 epochs", "few_images_why_long_40": "the same, 40 % label noise",
 }  # fmt: skip
 """Experiments of the summary."""
 FILES = {name: name if name.startswith("table") else name.rpartition("_")[0] for name in COLUMNS}

@@ -58,13 +58,17 @@ BEYOND = """## Everything else
   (`attention.q_proj`) are.
 - Keys from a cache or a prefix (`past_key_values`), masks of flex attention and sliding windows inside flash attention
   are refused when the model runs.
-- Attention of Swin is refused in blocks whose windows do not divide their patches: what fills them up would count. A
-  block tells by its `input_resolution`; images of another size than the model was built for are not noticed.
+- Attention of timm's Swin is refused in blocks whose windows do not divide their patches: what fills them up would
+  count. A block tells by its `input_resolution`; images of another size than the model was built for are not noticed.
+- In transformers, windows of Swin, Swin V2, Swin2SR, Donut, MaskFormer and CLAP may be filled up, and so may sequences
+  of Longformer and LED: what fills them is left out. Their values are measured at the call of attention, by their
+  weights: under FSDP2 that leaves laws without a mean.
 - Experts that are modules of their own (a list or dictionary that is named for them, as in Switch Transformers) are
   refused for `feed_forward` as packed ones are: each sees other tokens at every step.
 - Layers of your own under the usual names are taken at their word: plain attention, causal if `is_causal`, `causal` or
-  the class name says so. What shows that they are not is refused until a rule explains it: a mask or a bias in the
-  call, normalised queries, a rotary embedding, a mask that the module keeps, a `scale` that is a tensor or over 1.
+  the class name says so, (token, batch, width) if `batch_first` is False. Key heads of a fused layer are counted by the
+  width of the output projection. What shows that they are not is refused until a rule explains it: a mask or a bias in
+  the call, normalised queries, a rotary embedding, a mask that the module keeps, a `scale` that is a tensor or over 1.
   Normalisations are told by a q, k or v in their names or by being as wide as a head, rotary embeddings by the name of
   an argument, attribute or class. One layer that is called for two of query, key and value is refused, too.
 - A feed-forward network is told by the usual names of two of its layers. Any linear layer beside them that has the

@@ -218,6 +218,71 @@ def test_verify_ends_with_1_when_a_rule_is_wrong(capsys, tmp_path):
     assert "1 module described wrongly" in out
 
 
+COSINES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+import explicit_dropout as xd
+
+class Cosines(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.abc, self.d, self.weights, self.squares = nn.Linear(8, 24), nn.Linear(8, 8), nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        parts = F.linear(x, self.abc.weight, self.abc.bias).chunk(3, -1)
+        q, k, v = (torch.unflatten(p, -1, (2, 4)).transpose(1, 2) for p in parts)
+        weights = self.weights((9 * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).softmax(-1))
+        self.squares(weights.square())
+        return self.d((weights @ v).transpose(1, 2).flatten(2))
+
+@xd.register_rule(Cosines)
+def cosines(module):
+    parts = (slice(8 * i, 8 * i + 8) for i in range(3))
+    projections = (xd.Projection(module, rows, "abc.weight", "abc.bias", called=False) for rows in parts)
+    return xd.Attention(module, *projections, output=module.d, heads=2, inputs=("x", "x", "x"), obstacle="cosines",
+                        weights=WEIGHTS)
+
+def build():
+    return Cosines(), torch.randn(3, 5, 8)
+"""
+
+
+def test_verify_goes_by_the_weights_of_the_model_where_scores_are_others(capsys, tmp_path):
+    path = tmp_path / "cosines.py"
+    path.write_text(COSINES.replace("WEIGHTS", "module.weights"))
+    status, out, _ = run(capsys, "verify", f"{path}:build", "--samples=100")
+    assert status == 0
+    assert "All 2 sites agree" in out
+
+
+def test_verify_notices_weights_that_are_not_those_of_the_model(capsys, tmp_path):
+    path = tmp_path / "squares.py"
+    path.write_text(COSINES.replace("WEIGHTS", "module.squares"))
+    status, out, _ = run(capsys, "verify", f"{path}:build", "--samples=100")
+    assert status == 1
+    assert "wrong rule weights failed" in " ".join(out.split())
+
+
+def test_verify_says_what_cannot_be_measured(capsys, tmp_path):
+    path = tmp_path / "hidden.py"
+    path.write_text(COSINES.replace("WEIGHTS", "None"))
+    status, _, err = run(capsys, "verify", f"{path}:build", "--noise=paper")
+    assert status == 2
+    assert "nor can its weights be had: no rule says where they are" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("name", ["swinv2_tiny_window8_256", "beit_base_patch16_224", "vit_srelpos_small_patch16_224"])
+def test_verify_agrees_where_scores_are_refused_or_attention_as_a_whole(capsys, name):
+    small = {"embed_dim": 24, "img_size": 32, "num_heads": 3, "depth": 1}
+    if name.startswith("swin"):
+        small = {"embed_dim": 24, "img_size": 32, "num_heads": "(3,)", "depths": "(1,)", "window_size": 4}
+    options = [option for key, value in small.items() for option in ("--set", f"{key}={value}")]
+    status, out, _ = run(capsys, "verify", f"timm:{name}", *options, "--samples=40")
+    assert status == 0
+    assert "sites agree" in out
+
+
 def test_a_checkpoint_folder_gives_its_own_weights(tmp_path):
     from transformers import BertConfig, BertModel
 

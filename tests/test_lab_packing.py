@@ -184,7 +184,7 @@ def test_files_of_others_in_the_store_are_no_archives(store):
     assert {folder.run for folder in store.folders()} == set(RUNS)
 
 
-def test_the_command_packs_by_experiment_and_says_what_it_did(tmp_path, capsys):
+def test_a_sweep_can_pack_what_is_finished_and_says_what_it_did(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
         "from explicit_dropout.lab.config import Run\n"
@@ -195,13 +195,9 @@ def test_the_command_packs_by_experiment_and_says_what_it_did(tmp_path, capsys):
     store = Store(tmp_path / "results")
     for run in RUNS[:3]:
         finished(store, run)
-    assert main(["pack", str(file), "--store", str(store.root)]) == 0
-    assert "mine.zip: 2 runs packed" in " ".join(capsys.readouterr().out.split())
-    assert main(["pack", "--store", str(store.root)]) == 0
-    assert "runs.zip: 1 run packed" in " ".join(capsys.readouterr().out.split())
-    assert main(["pack", str(file), "--store", str(store.root)]) == 0
-    assert "mine.zip: nothing to add" in " ".join(capsys.readouterr().out.split())
-    assert list((store.root / "runs").iterdir()) == []
+    command = ["sweep", str(file), "--store", str(store.root), "--pack"]
+    for told in ("2 runs packed into mine.zip.", "0 runs packed into mine.zip."):
+        assert main(command) == 0
+        assert capsys.readouterr().out.strip() == told
+    assert [entry.name for entry in (store.root / "runs").iterdir()] == [RUNS[2].key]
     assert {run.seed for run, _ in store.finished_runs()} == {0, 1, 2}
-    assert main(["pack", "--store", str(tmp_path / "nowhere")]) == 2
-    assert "a folder that a sweep has written" in " ".join(capsys.readouterr().err.split())

@@ -551,10 +551,45 @@ def test_products_of_weights_and_values_are_recognised(way):
     assert_close(*penalties)
 
 
-def test_weights_whose_product_is_not_recognised_are_refused():
-    twins = xd.convert_dropout(attention(lambda a, v: (v.mT @ a.mT).mT), 1.0)
-    with pytest.raises(xd.UnsupportedSiteError, match="was not recognised"):
+def changed_in_place(weights, values):
+    return weights.masked_fill_(weights < 0.1, 0) @ values
+
+
+@pytest.mark.parametrize(
+    ("product", "words"),
+    [
+        (lambda a, v: (v.mT @ a.mT).mT, "was not recognised"),
+        (lambda a, _v: a, "was not recognised"),
+        (lambda a, v: (a @ v, a.mean(1)), "used elsewhere as well"),
+        (lambda a, v: (a @ v, a @ v.square()), "used elsewhere as well"),
+        (changed_in_place, "in place"),
+    ],
+)
+def test_weights_that_do_not_go_into_one_product_are_refused_with_the_reason(product, words):
+    twins = xd.convert_dropout(attention(product), 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match=words):
         twins.model(torch.randn(3, 5, 8))
+
+
+def test_weights_that_are_returned_as_well_are_those_of_their_product():
+    x, penalties = torch.randn(3, 5, 8), []
+    for product in (lambda a, v: a @ v, lambda a, v: (a @ v, a), lambda a, v: (a @ v, a.detach().mean(1))):
+        torch.manual_seed(0)
+        twins = xd.convert_dropout(attention(product), 1.0)
+        twins.model(x)
+        penalties.append(twins())
+        assert [site.component for site in twins.sites] == ["attention_weights"]
+    assert penalties[0] == penalties[1] == penalties[2]
+
+
+def test_a_model_of_transformers_may_return_its_attentions():
+    model = bert("eager").train()
+    twins = converted(model)
+    model(IDS, **MASKED)
+    wanted = twins()
+    found = model(IDS, **MASKED, output_attentions=True)
+    assert len(found.attentions) == 2
+    assert twins() == wanted
 
 
 def heads_in_one_axis(self, x, tokens_first=False):
@@ -573,12 +608,66 @@ def test_samples_and_heads_in_one_axis_are_told_apart_or_refused():
     twins = xd.convert_dropout(Function(heads_in_one_axis), 1.0)
     twins.model(x)
     assert_close(twins(), wanted)
-    for other, options in ((x.transpose(0, 1), {"tokens_first": True}), (torch.randn(5, 5, 8), {})):
+    for tokens, samples in ((5, 3), (4, 2), (1, 2)):  # of 5 · 2 no 3 are samples, but of 4 · 2 there may be 4 or 2
         with pytest.raises(xd.UnsupportedSiteError, match="samples and heads in one axis"):
-            twins.model(other, **options)
+            twins.model(torch.randn(tokens, samples, 8), tokens_first=True)
     stacked = xd.convert_dropout(Function(lambda self, x: torch.bmm(self.dropped(x), x.mT)), 1.0)
     stacked.model(x)
     assert [site.component for site in stacked.sites] == ["hidden"]
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_as_many_samples_as_tokens_are_so_many_whichever_come_first(tokens_first):
+    x = torch.randn(6, 6, 8)
+    apart, together = (xd.convert_dropout(m, 1.0) for m in (attention(torch.matmul), Function(heads_in_one_axis)))
+    apart.model(x.transpose(0, 1) if tokens_first else x)
+    together.model(x, tokens_first=tokens_first)
+    assert_close(together(), apart())
+
+
+def deberta():
+    config = transformers.DebertaV2Config(
+        **TEXT, type_vocab_size=0, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4
+    )
+    return transformers.DebertaV2Model(config)
+
+
+def bloom():
+    return transformers.BloomModel(
+        transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=4, attention_dropout=0.1)
+    )
+
+
+def mvp():
+    return transformers.MvpModel(transformers.MvpConfig(**SEQUENCES))
+
+
+class Around(nn.Module):
+    """A model of one's own that is given the same, tokens in front of samples."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, ids, mask):
+        return self.inner(ids.T, attention_mask=mask.T)
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("make", [deberta, bloom, mvp])
+def test_models_of_transformers_are_given_samples_first_however_many(make, around):
+    torch.manual_seed(0)
+    model = make().train()
+    twins = xd.convert_dropout(Around(model) if around else model, 1.0, others="keep")
+    for samples, tokens in ((4, 6), (6, 4), (6, 6)):
+        ids, mask = torch.randint(3, 50, (samples, tokens)), torch.ones(samples, tokens, dtype=torch.long)
+        mask[1, 3:] = 0
+        penalties = []
+        for copies in (1, 2):  # a mean over samples is that of each twice
+            given = [t.repeat(copies, 1) for t in (ids, mask)]
+            twins.model(*(t.T for t in given)) if around else model(given[0], attention_mask=given[1])
+            penalties.append(twins())
+        assert_close(*penalties)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 4])

@@ -242,6 +242,11 @@ class AttentionAgain:
             return cast("Tensor", result[1]) if isinstance(result, tuple) and len(result) > 1 else None
         return None
 
+    def known_weights(self) -> Tensor | None:
+        """A by the rule: of the described scores, or, where it says that the model has others, what it claims A is."""
+        others = self.attention.obstacle or self.attention.refused.get("query_key")
+        return self.claimed_weights() if others else self.described_weights()
+
     def again(self, **outputs: Tensor) -> Tensor:
         """A V of the real attention when these projections (query=, key=, value=) yield something else."""
         attention, seen = self.attention, []
@@ -417,7 +422,10 @@ def _attended_change(again: AttentionAgain) -> Change:
 
         return real, tokens, 0
     weights = again.weights()
-    attention = again.described_weights() if weights is None else weights
+    attention = again.known_weights() if weights is None else weights
+    if attention is None:
+        reason = again.attention.weights_obstacle or "no rule says where they are"
+        raise ExplicitDropoutError(f"no module has its values as output, nor can its weights be had: {reason}")
     values = again.by_head("value", again.projected("value"))
 
     def recomputed(perturb: Perturb) -> Tensor:

@@ -12,9 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from explicit_dropout import kernels
 from explicit_dropout.attached import Attached, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
-from explicit_dropout.hooks.collector import MOST_FORWARDS, Term, holders_of, lengths_of
+from explicit_dropout.hooks.collector import MOST_FORWARDS, Term
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding, Tap, projection_of
+from explicit_dropout.hooks.told import holders_of, lengths_of
 from explicit_dropout.hooks.total import Share
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (

@@ -25,7 +25,7 @@ from explicit_dropout.perturbation import (
     strengths,
 )
 from explicit_dropout.regulariser import ExplicitDropout
-from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site
+from explicit_dropout.sites import COMPONENTS, Attention, FeedForward, Layer, Projection, Site
 
 Check = Literal[
     "fires", "projection", "values", "pairs", "weights", "scores", "exact", "gradient", "compile", "deepcopy", "pickle"
@@ -102,7 +102,7 @@ def check_rule(
     noise = bernoulli(0.2) if noise is None else noise
     model = copy.deepcopy(model)
     places = sites_by_layer(model)
-    layers = [layer for layer, _ in places]
+    layers = [layer for layer, _ in places if not _refused(layer)]
     sites = [site for _, found in places for site in found]
     if not sites:
         raise UnmatchedModelError(
@@ -180,8 +180,14 @@ def misdescribed(model: nn.Module, layers: Sequence[Layer], taken: Record) -> tu
     skipped: list[str] = []
     with steady(model), torch.no_grad():
         for layer in layers:
-            failures += _describes(layer, taken, skipped)
+            failures += [] if _refused(layer) else _describes(layer, taken, skipped)
     return failures, skipped
+
+
+def _refused(layer: Layer) -> bool:
+    """Whether no law has a penalty there, so that nothing hangs on the description."""
+    item = layer.described
+    return bool(item.obstacle) if isinstance(item, FeedForward) else item.refused.keys() >= {*COMPONENTS[:5]}
 
 
 def _describes(layer: Layer, taken: Record, skipped: list[str]) -> list[Failure]:
@@ -201,6 +207,9 @@ def _describes(layer: Layer, taken: Record, skipped: list[str]) -> list[Failure]
                     reason = f"the {role}'s output is not x Wᵀ + b of the described weight (relative gap {gap:.2g})"
                     failures.append(Failure("projection", path, reason))
         if isinstance(described, Attention) and not failures:
+            if refusal := described.refused.get("attended_value"):
+                skipped.append(f"values and scores of {layer.path}: {refusal}")
+                continue  # and its masks need not be understood
             try:
                 failures += _attends(layer, described, AttentionAgain(described, call), skipped)
             except Exception as error:
@@ -209,9 +218,6 @@ def _describes(layer: Layer, taken: Record, skipped: list[str]) -> list[Failure]
 
 
 def _attends(layer: Layer, attention: Attention, again: AttentionAgain, skipped: list[str]) -> list[Failure]:
-    if reason := attention.refused.get("attended_value"):
-        skipped.append(f"values and scores of {layer.path}: {reason}")
-        return []
     allowed = again.allowed()
     real = again.weights()
     if real is None:
@@ -236,8 +242,8 @@ def _attends(layer: Layer, attention: Attention, again: AttentionAgain, skipped:
     if claimed is not None and not (gap := _gap(claimed, real, rows[..., None])) < 10 * TOLERANCE:
         reason = f"`weights` does not lead to the attention weights of the model (relative gap {gap:.2g})"
         return [Failure("weights", f"{layer.path}:attended_value", reason)]
-    if reason := attention.obstacle or attention.refused.get("query_key"):
-        skipped.append(f"scores of {layer.path}: {reason}")
+    if obstacle := attention.obstacle or attention.refused.get("query_key"):
+        skipped.append(f"scores of {layer.path}: {obstacle}")
         return []
     return _follows(layer, attention, again, real, allowed)
 
@@ -280,14 +286,17 @@ def _score_failure(layer: Layer, gap: float) -> list[Failure]:
 
 def _recomputed(layer: Layer, attention: Attention, again: AttentionAgain, skipped: list[str]) -> list[Failure]:
     """Where no module is called for the values: the described attention as a whole against the real one."""
+    weights = again.known_weights()
     if reason := attention.obstacle or attention.refused.get("query_key"):
-        skipped.append(f"values and scores of {layer.path}: {reason}")
+        skipped.append(f"{'values and scores' if weights is None else 'scores'} of {layer.path}: {reason}")
+    if weights is None:
         return []
-    described = again.described_weights() @ again.by_head("value", again.projected("value"))
+    described = weights @ again.by_head("value", again.projected("value"))
     gap = _gap(described.transpose(-2, -3).flatten(-2), again.again())
     return [] if gap < 10 * TOLERANCE else [
-        Failure("scores", f"{layer.path}:query_key", f"the described attention is not the real one (relative gap "
-                f"{gap:.2g}). Check the rows of the projections, `heads`, `scale`, `pairs` and `rotary`")
+        Failure("weights" if reason else "scores", f"{layer.path}:{'attended_value' if reason else 'query_key'}",
+                f"the described attention is not the real one (relative gap {gap:.2g}). Check the rows of the "
+                "projections, `heads`" + (" and `weights`" if reason else ", `scale`, `pairs` and `rotary`"))
     ]  # fmt: skip
 
 

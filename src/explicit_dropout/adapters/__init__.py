@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from explicit_dropout.adapters import generic, huggingface, lucidrains, timm, torch_nn
+from explicit_dropout.adapters import generic, huggingface, lucidrains, timm, torch_nn, windows
 from explicit_dropout.adapters.places import Found, in_place
 from explicit_dropout.sites import Described, rule_for
 
-__all__ = ["describe", "describe_all", "generic", "huggingface", "lucidrains", "timm", "torch_nn"]
+__all__ = ["describe", "describe_all", "generic", "huggingface", "lucidrains", "timm", "torch_nn", "windows"]
 
 LIBRARIES = {
     "diffusers", "open_clip", "timm", "torchaudio", "torchvision", "transformers", "vit_pytorch", "x_transformers",

@@ -2,8 +2,9 @@
 
 By its names a module is taken for plain attention: softmax(scale · Q Kᵀ) V, heads side by side, q ‖ k ‖ v where they
 are fused, nothing between it and the output projection, causal if it says so (`is_causal`, `causal`, or in its class
-name). What shows that it is not (normalised queries, rotary embeddings, a scale that is learnt, a mask that it keeps)
-is refused: see `signs`. A feed-forward network gives back the width that it takes; `places` says where it may stand.
+name), samples before tokens unless its `batch_first` is False. What shows that it is not (normalised queries, rotary
+embeddings, a scale that is learnt, a mask that it keeps) is refused: see `signs`. A feed-forward network gives back the
+width that it takes; `places` says where it may stand.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ FEED_FORWARD = [
     ("intermediate.dense", "output.dense"),
 ]
 HEADS = ["num_heads", "num_attention_heads", "n_heads", "heads", "n_head", "num_head", "nhead"]
-KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads"]
+KEY_HEADS = [
+    "num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads", "n_query_groups", "num_heads_kv", "kv_n_heads",
+]  # fmt: skip
+HEAD_WIDTHS = ["head_dim", "dim_head", "head_size", "key_dim", "d_k"]
 SCALES = ["scaling", "scale"]
 ATTENTION_DROPOUT = ["attention_dropout", "attn_dropout", "dropout_prob", "dropout_p", "dropout"]
 ACTIVATION = re.compile(r"elu|silu|swish|mish|tanh|sigmoid|softplus|activation", re.IGNORECASE)
@@ -107,10 +111,11 @@ def describe_attention(module: nn.Module, **overrides: Any) -> Attention | None:
     scale = attribute(module, SCALES)
     settings: dict[str, Any] = {
         "heads": heads,
-        "output": next((child for name in OUTPUT if is_linear(child := nested(module, name))), None),
+        "output": output_projection(module),
         "key_heads": None if key_heads == heads else key_heads,
         "scale": float(scale) if isinstance(scale, int | float) and not isinstance(scale, bool) else None,
         "causal": is_causal(module),
+        "batch_first": is_batch_first(module),
         "obstacle": signs.normalised(module) or signs.normalised_heads(module, width, widths),
         "weights": None,
         "weights_obstacle": "say where they are in a rule of your own (weights=)",
@@ -144,7 +149,10 @@ def describe_feed_forward(module: nn.Module, **overrides: Any) -> FeedForward | 
         if len(layers) == len(names) and width(layers[0], "in") == width(layers[-1], "out"):
             holder = nested(module, names[0].rpartition(".")[0]) if "." in names[0] else module
             projections = tuple(projection(layer) for layer in with_gates(holder or module, layers))
-            return FeedForward(projections, **{"dropouts": tuple(feed_forward_dropouts(module, names)), **overrides})
+            dropouts = tuple(feed_forward_dropouts(module, names))
+            return FeedForward(
+                projections, **{"dropouts": dropouts, "batch_first": is_batch_first(module), **overrides}
+            )
     return None
 
 
@@ -206,18 +214,42 @@ def separate_projections(module: nn.Module) -> tuple[Projection, Projection, Pro
 
 
 def fused_projections(module: nn.Module, heads: int) -> tuple[Projection, Projection, Projection] | None:
-    """One layer for query ‖ key ‖ value, with fewer key and value heads where the module says so."""
+    """One layer for query ‖ key ‖ value, with fewer key and value heads where the module has them."""
     layer = next((child for name in FUSED if is_linear(child := nested(module, name))), None)
-    if layer is None:
+    found = None if layer is None else fused_heads(module, heads, projection(layer).shape[0])
+    if layer is None or found is None:
         return None
-    key_heads = attribute(module, KEY_HEADS)
-    key_heads = key_heads if isinstance(key_heads, int) else heads
-    width, rest = divmod(projection(layer).shape[0], heads + 2 * key_heads)
-    if rest:
-        return None
+    key_heads, width = found
     ends = [0, heads * width, (heads + key_heads) * width, (heads + 2 * key_heads) * width]
     query, key, value = (projection(layer, slice(*ends[part : part + 2])) for part in range(3))
     return query, key, value
+
+
+def fused_heads(module: nn.Module, heads: int, rows: int) -> tuple[int, int] | None:
+    """How many key heads share so many rows with the query heads, and how wide a head is; None if they do not fit.
+
+    Key heads have many names, and one that is not known looks like none at all. What goes into the output projection
+    is as wide as the query heads together, whatever the key heads are called.
+    """
+    said, output = attribute(module, KEY_HEADS), output_projection(module)
+    said = said if isinstance(said, int) else None
+    if output is None:
+        key_heads = said or heads
+        each, rest = divmod(rows, heads + 2 * key_heads)
+        return None if rest else (key_heads, each)
+    each, rest = divmod(width(output, "in"), heads)
+    if rest:
+        return None
+    key_heads, rest = divmod(rows - heads * each, 2 * each)
+    if rest or key_heads < 1 or heads % key_heads or said not in (None, key_heads):
+        return None
+    if key_heads < heads and attribute(module, HEAD_WIDTHS) not in (None, each):
+        return None  # values may be wider than queries and keys, which looks the same
+    return key_heads, each
+
+
+def output_projection(module: nn.Module) -> nn.Module | None:
+    return next((child for name in OUTPUT if is_linear(child := nested(module, name))), None)
 
 
 def projection(layer: nn.Module, rows: slice | tuple[int, ...] | None = None) -> Projection:
@@ -288,9 +320,23 @@ def is_causal(module: nn.Module) -> bool:
     return bool(said) if isinstance(said, bool | int) else "causal" in type(module).__name__.lower()
 
 
+def is_batch_first(module: nn.Module) -> bool:
+    """Whether a module is given (batch, token, width), as nearly all are that do not say otherwise."""
+    said = getattr(module, "batch_first", None)
+    return said if isinstance(said, bool) else True
+
+
+def below(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules inside a module, but none inside a layer of peft: its dropout and its matrices are the adapter's."""
+    for child in module.children():
+        yield child
+        if "base_layer" not in child._modules:
+            yield from below(child)
+
+
 def attention_dropouts(module: nn.Module) -> Iterator[Dropout]:
     """Dropout modules inside attention, and the rates that it keeps as plain numbers."""
-    for child in module.modules():
+    for child in below(module):
         if isinstance(child, nn.Dropout):
             yield Dropout(child)
     for name in ATTENTION_DROPOUT:

@@ -96,10 +96,17 @@ def gpt_neox(module: Any) -> Attention | None:
     return describe_attention(module, projections=layout)
 
 
-@generic.library_rule("transformers.models.longformer.modeling_longformer.LongformerSelfAttention")
-def longformer(module: Any) -> Attention | None:
-    """Projections see (token, batch, width)."""
+@generic.library_rule("transformers.models.fsmt.modeling_fsmt.Attention")
+def fsmt(module: Any) -> Attention | None:
+    """All of the model sees (token, batch, width)."""
     return describe_attention(module, batch_first=False)
+
+
+@generic.library_rule(
+    "transformers.models.fsmt.modeling_fsmt.EncoderLayer", "transformers.models.fsmt.modeling_fsmt.DecoderLayer"
+)
+def fsmt_layer(module: Any) -> FeedForward | None:
+    return generic.describe_feed_forward(module, batch_first=False)
 
 
 @generic.library_rule("transformers.models.bloom.modeling_bloom.BloomAttention")

@@ -10,9 +10,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout.adapters.generic import attention_dropouts, describe_attention, library_rule, projection
+from explicit_dropout.adapters.generic import (
+    attention_dropouts,
+    below,
+    describe_attention,
+    is_linear,
+    library_rule,
+    projection,
+)
 from explicit_dropout.errors import UnsupportedSiteError
-from explicit_dropout.sites import Attention, Call, Dropout, FeedForward, Pairs, Projection
+from explicit_dropout.sites import Attention, Call, Dropout, FeedForward, Pairs
 
 
 @library_rule("vit_pytorch.vit.Attention")
@@ -29,9 +36,9 @@ def simple_vit_attention(module: Any) -> Attention | None:
     "vit_pytorch.vit.FeedForward", "vit_pytorch.simple_vit.FeedForward", "x_transformers.x_transformers.FeedForward"
 )
 def feed_forward(module: Any) -> FeedForward:
-    linear = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    dropouts = tuple(Dropout(child) for child in module.modules() if isinstance(child, nn.Dropout))
-    return FeedForward(tuple(Projection(layer) for layer in linear), dropouts=dropouts)
+    linear = [child for child in below(module) if is_linear(child)]
+    dropouts = tuple(Dropout(child) for child in below(module) if isinstance(child, nn.Dropout))
+    return FeedForward(tuple(projection(layer) for layer in linear), dropouts=dropouts)
 
 
 # ---------------------------------------------------------------------------------------------- x-transformers

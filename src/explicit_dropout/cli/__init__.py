@@ -29,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from explicit_dropout.cli.inspecting import inspect
     from explicit_dropout.cli.output import complain, console, flush, silence, tolerate_any_character
     from explicit_dropout.cli.own_dropout import twins
-    from explicit_dropout.cli.packing import pack
     from explicit_dropout.cli.reporting import report
     from explicit_dropout.cli.sweeping import sweep
     from explicit_dropout.cli.training import train
@@ -44,7 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train": train,
         "sweep": sweep,
         "report": report,
-        "pack": pack,
     }
     tolerate_any_character()
     given = sys.argv[1:] if arguments is None else list(arguments)

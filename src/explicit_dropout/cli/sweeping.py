@@ -42,6 +42,7 @@ def sweep(
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW …", help_behavior_hint=_ALL)] = (),
     seeds: Annotated[str, tyro.conf.arg(metavar="0,1,…", help_behavior_hint=_ALL)] = "",
     dry_run: bool = False,
+    pack: bool = False,
     minutes: Annotated[float | None, tyro.conf.arg(metavar="M", help_behavior_hint=_UNTIL)] = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=_OWN)] = None,
     address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
@@ -71,6 +72,7 @@ def sweep(
         only: Rows of the table, by name.
         seeds: Seeds, such as 0,1 or 0-4.
         dry_run: Show what would run and how long it may take; train nothing.
+        pack: Only move finished runs into one file, DIR/EXPERIMENT.zip.
         minutes: Stop after so long, as Ctrl-C would.
         workers: Runs side by side. With local, 0 means in this very process.
         address: Of a running Ray cluster; auto finds one.
@@ -88,6 +90,10 @@ def sweep(
     experiments = load_experiments(experiment)
     chosen = sweeps.select(experiments, only, _numbers(seeds))
     place = Store(store)
+    if pack:
+        packed = place.pack(experiment.stem, chosen)
+        console().print(f"{plural(packed, 'run')} packed into {escape(experiment.stem)}.zip.")
+        return AGREES
     plan = sweeps.plan(chosen, place)
     if dry_run:
         sweeps.check_data(experiments, place, execution)

@@ -10,38 +10,22 @@ same to the compiler however long it is.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import argument_names, around, calls_itself, named_call
-from explicit_dropout.sites import visible
+from explicit_dropout.hooks.calls import calls_itself
+from explicit_dropout.hooks.told import Call, Lengths, Padding, Samples, Told, Unpadded, is_pretrained
 from explicit_dropout.weights import modules_under_fsdp
 
 MOST_FORWARDS = 64
 """Forward passes that may wait for a call of the regulariser; more are a loop that forgot to call it."""
-PADDING_ARGUMENTS = {
-    "main": "attention_mask",
-    "decoder": "decoder_attention_mask",
-    "context": "encoder_attention_mask",
-}
-"""Arguments of a whole model that mark real tokens, (batch, token): of its first sequence, of its decoder's, and of the
-one that cross-attention looks at where the model is given it (`encoder_hidden_states`); otherwise that is the first."""
-
-Padding = dict[tuple[str, str], Tensor]
-"""Masks of real tokens, (batch, token), by the path of the model that was told and by stream."""
-Lengths = Callable[[Tensor], Tensor]
-"""How many tokens convolutions make of sequences of such lengths."""
-Samples = dict[str, int]
-"""How many samples models were given, where that is known, by their paths."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +34,8 @@ class Term:
     times Σ_j columns_j ‖W_:j‖². Columns are (part, column) or summed over parts, and so are the norms where they are
     given. A weight that is sharded over ranks has its norms taken when the regulariser is called.
 
-    samples: as the layer has them, 0 where it has tokens alone. holders: the models that know better.
+    samples: as the layer has them, 0 where it has tokens alone. holders: the models that know better. given: what they
+    were given when the site fired, which a later call of the same model does not change; None in compiled code.
     piece: which term of its firing it is; 0 is the one that every firing leaves, whatever way its penalty was made.
     version: of the weight that it was made with, which changes with every in-place operation; None if unknown."""
 
@@ -64,18 +49,19 @@ class Term:
     norms: Tensor | None = None
     piece: int = 0
     version: int | None = None
+    given: Samples | None = None
 
     def count(self, given: Samples) -> None:
-        """The samples that models were given, unless the layer cannot be working on parts of them.
+        """The samples that models were given, if the layer can be working on them; `given` where it does not know.
 
-        Windows of images are parts, and so are all tokens in one row.
+        It works on parts of them where it has windows of images, and on all at once where it has all tokens in one row.
         """
-        known = 0
+        known, given = 0, given if self.given is None else self.given
         for holder in (*self.holders, ""):
             if holder in given:
                 known = given[holder]
                 break
-        if known and self.samples % known == 0:
+        if known and (self.samples % known == 0 or self.samples == 1):
             self.samples = known
         self.samples = max(self.samples, 1)
 
@@ -118,6 +104,7 @@ class Slot:
         pending: the terms of this pass so far. complete: those of earlier ones, in a chain of chains.
         waiting: how many passes that is, in eager mode.
         padding: masks of real tokens of the last pass. They outlive it: checkpointing recomputes layers.
+        unpadded: streams of models inside the model that were called without a mask that they take.
         samples: how many the whole model was given, and models inside it.
         observed: calls of layers under way, by layer.
         passed: hooks that want to know whether the model changes a tensor in place, the tensor, and its version.
@@ -130,13 +117,14 @@ class Slot:
         self.complete = Chain(None, None)  # of its own: the compiler takes two names of one object for one
         self.waiting = 0
         self.padding: Padding | None = None
+        self.unpadded: Unpadded = ()
         self.samples: Samples = {}
         self.observed: dict[str, Observed] = {}
         self.passed: list[tuple[Any, Tensor, int]] = []
 
     def begin(self, padding: Padding, samples: Samples) -> None:
         self.open, self.pending, self.observed, self.passed = True, EMPTY, {}, []
-        self.padding, self.samples = padding, samples
+        self.padding, self.unpadded, self.samples = padding, (), samples
 
     def abandon(self) -> None:
         self.open, self.opened_compiled, self.pending, self.observed, self.passed = False, False, EMPTY, {}, []
@@ -193,19 +181,25 @@ class Collector:
             found = self.compiled.padding
         return {} if found is None else found
 
-    def tell(self, part: str, padding: Padding, samples: int | None) -> None:
+    def unpadded(self) -> Unpadded:
+        """Streams of which it is known that they have no padding, whatever models around theirs were told."""
+        slot = self.slot()
+        return self.compiled.unpadded if slot.padding is None else slot.unpadded
+
+    def tell(self, part: str, padding: Padding, samples: int | None, unpadded: Unpadded = ()) -> None:
         """A model inside the model is called: what it knows of padding, and its samples."""
         slot = self.slot()
         others = {key: mask for key, mask in (slot.padding or {}).items() if key[0] != part}
         slot.padding = {**others, **padding}
+        slot.unpadded = (*(key for key in slot.unpadded if key[0] != part), *unpadded)
         if samples is not None:
             slot.samples = {**slot.samples, part: samples}
-        if not torch.compiler.is_compiling():
-            self.compiled.padding = slot.padding  # for layers that are compiled one by one
+        if not torch.compiler.is_compiling():  # for layers that are compiled one by one
+            self.compiled.padding, self.compiled.unpadded = slot.padding, slot.unpadded
 
-    def begin(self, padding: Padding, samples: int | None = None) -> None:
+    def begin(self, call: Call) -> None:
         """A training forward pass of the whole model starts."""
-        own, given = self.own(), {} if samples is None else {"": samples}
+        own, given = self.own(), {} if call.samples is None else {"": call.samples}
         if torch.compiler.is_compiling():
             own.opened_compiled = True
         elif own.waiting >= MOST_FORWARDS:
@@ -217,8 +211,8 @@ class Collector:
                 "passes that are not trained on in eval mode or under torch.no_grad(), discard() them, or remove() it."
             )
         else:
-            self.compiled.begin(padding, given)  # for layers that are compiled one by one
-        own.begin(padding, given)
+            self.compiled.begin(call.padding, given)  # for layers that are compiled one by one
+        own.begin(call.padding, given)
 
     def end(self) -> None:
         """The forward pass has come to its end."""
@@ -266,97 +260,11 @@ def _inert_collector() -> Collector:
     return Collector(inert=True)
 
 
-class PaddingMasks:
-    """What the calls of a model, the whole one or one inside it (at the path `owner`), say about real tokens."""
-
-    def __init__(self, model: nn.Module, owner: str = "") -> None:
-        self.names, self.owner = argument_names(model), owner
-        self.has_encoder = any("encoder" in path.split(".") for path, _ in model.named_modules())
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding:
-        call, found = named_call(self.names, args, kwargs), {}
-        given = (value for name, value in call.items() if name not in PADDING_ARGUMENTS.values())
-        alone = next((value.shape[0] == 1 for value in given if isinstance(value, Tensor) and value.ndim > 1), False)
-        for stream, name in PADDING_ARGUMENTS.items():
-            mask = real_tokens(call.get(name), alone=alone)
-            if mask is not None:
-                found[stream] = mask
-        if "main" in found and not self.has_encoder:
-            found["main"] = found["main"][:, cached(call.get("past_key_values")) :]
-        if "main" in found and call.get("encoder_hidden_states") is None:
-            found["context"] = found["main"]
-        if "main" in found and not self.has_encoder:
-            found["decoder"] = found["main"]  # a decoder alone has no other sequence
-        return {(self.owner, stream): mask for stream, mask in found.items()}
-
-
-def real_tokens(mask: object, *, alone: bool = False) -> Tensor | None:
-    """Tokens that count, (batch, token), by a mask of them, or by one of pairs that any query sees them in.
-
-    alone: the batch is of one sample, so that a mask of one is no mask for any batch.
-    """
-    if not isinstance(mask, Tensor):
-        return None
-    if mask.ndim == 2 and mask.is_floating_point():  # ones and zeros, or what is added to scores: nothing above zero
-        return torch.where((mask <= 0).all(), visible(mask), mask > 0)
-    if mask.ndim == 2:
-        return mask.bool()
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, mask.shape[3]):
-        return None  # of heads, or of other keys than queries
-    if mask.shape[0] == 1 and not alone:
-        return None
-    seen = visible(mask) if mask.is_floating_point() else mask.bool()
-    return seen.any(2)[:, 0]
-
-
-def cached(past: Any) -> int:
-    """How many tokens a cache holds that come before those of this call, and that a mask of real tokens has as well."""
-    if isinstance(past, tuple | list) and past:
-        return int(past[0][0].shape[-2])
-    return int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
-
-
-def lengths_of(model: nn.Module) -> Lengths | None:
-    """How a model of transformers shortens sound before its layers see it; None for one that does not."""
-    counting = getattr(model, "_get_feat_extract_output_lengths", None)
-    if counting is None or not is_pretrained(model):
-        return None
-    adapted = "add_adapter" in inspect.signature(counting).parameters  # which comes after the layers
-    return partial(counting, add_adapter=False) if adapted else counting
-
-
-def shortened(mask: Tensor, tokens: int, lengths: Lengths) -> Tensor:
-    """Which tokens are made of real sound, by a mask of what it was before."""
-    return torch.arange(tokens, device=mask.device) < lengths(mask.sum(-1))[:, None]
-
-
-def holders_of(model: nn.Module, path: str) -> tuple[str, ...]:
-    """The paths of the models that say what the layer at a path works on, innermost first.
-
-    Models of transformers do, each for itself: what is around them may have arguments of the same names for something
-    else. Without any it is the outermost module that is told of padding, or the whole model.
-    """
-    holding = list(around(model, path))
-    own = [outer for outer, part in holding if is_pretrained(part)]
-    return tuple(own[::-1]) or (next((outer for outer, part in holding if told(part)), ""),)
-
-
-def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-
-
-def told(model: nn.Module) -> bool:
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        return False
-    return not set(PADDING_ARGUMENTS.values()).isdisjoint(argument_names(model))
-
-
 class RootBefore:
     """Before a forward pass of the whole model: open the collector if it is one of training."""
 
     def __init__(self, collector: Collector, model: nn.Module) -> None:
-        self.collector, self.masks, self.looked = collector, PaddingMasks(model), False
+        self.collector, self.told, self.looked = collector, Told(model), False
         self.batch_first = True  # whether all layers are
         self.last: list[tuple[nn.Module, int]] = []
         """Modules with a hook, and its number, that has to see what they are called with in the end."""
@@ -381,47 +289,20 @@ class RootBefore:
                 hooks = module._forward_pre_hooks
                 if number in hooks and next(reversed(hooks)) != number:
                     hooks[number] = hooks.pop(number)
-        self.collector.begin(self.masks.of(args, kwargs), samples_of((*args, *kwargs.values()), self.batch_first))
+        self.collector.begin(self.told.of(args, kwargs, self.batch_first))
 
 
 class PartBefore:
     """Before the call of a model inside the model: what it is told of padding, and how many samples it is given."""
 
-    def __init__(self, collector: Collector, part: nn.Module, owner: str) -> None:
-        self.collector, self.masks, self.owner = collector, PaddingMasks(part, owner), owner
+    def __init__(self, collector: Collector, part: nn.Module, owner: str, whole: nn.Module) -> None:
+        self.collector, self.told, self.owner = collector, Told(part, owner, whole), owner
+        self.batch_first = is_pretrained(part)
 
     def __call__(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.collector.inert and part.training and torch.is_grad_enabled():
-            samples = samples_of((*args, *kwargs.values()), is_pretrained(part))
-            self.collector.tell(self.owner, self.masks.of(args, kwargs), samples)
-
-
-def samples_of(arguments: Iterable[object], batch_first: bool) -> int | None:
-    """How many samples a model is given, if its first tensor says so: images, vectors or numbers of tokens.
-
-    Layers may see them otherwise: as windows of images, or all tokens in one row.
-    """
-    first = first_tensor(arguments)
-    if first is None:
-        return None
-    of_tokens = first.ndim == 2 and not first.is_floating_point()
-    return first.shape[0] if batch_first and (of_tokens or first.ndim > 2) else None
-
-
-def first_tensor(arguments: Iterable[object]) -> Tensor | None:
-    """The first there is, also in lists and mappings."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            return argument
-        inside: Iterable[object] = ()
-        if isinstance(argument, Mapping):
-            inside = argument.values()
-        elif isinstance(argument, list | tuple):
-            inside = argument
-        found = first_tensor(inside)
-        if found is not None:
-            return found
-    return None
+            call = self.told.of(args, kwargs, self.batch_first)
+            self.collector.tell(self.owner, call.padding, call.samples, call.unpadded)
 
 
 def failed(output: object) -> bool:

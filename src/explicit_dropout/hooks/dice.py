@@ -182,9 +182,14 @@ class Interception(TorchFunctionMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def take(self, output: object) -> list[Draw | Weighed]:
-        """The draws of the pass, now that it is over: what it returns is used by somebody."""
-        if self.dropped:
-            self._note_uses((output,), {}, None)
+        """The draws of the pass, now that it is over: what it returns is used by somebody.
+
+        Attention weights are returned to be looked at (output_attentions): what acts is their product with values.
+        """
+        for item in _tensors((output,), {}) if self.dropped else ():
+            draw = self._of(item)
+            if draw is not None and not draw.weights:
+                draw.uses.append(Use(None))
         draws, self.collecting, self.draws = self.draws, False, []
         self._clear()
         return draws

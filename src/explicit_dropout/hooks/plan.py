@@ -83,7 +83,7 @@ class Plan:
         if holder not in self.parts:
             self.parts.add(holder)
             part = self.model.get_submodule(holder)
-            self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, holder))
+            self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, holder, self.model))
 
     def _add_linear(self, site: Site, tap: Tap) -> None:
         module = projection_of(site).module

@@ -19,8 +19,9 @@ from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
 from explicit_dropout.hooks.calls import argument_names, named_call, only_input
-from explicit_dropout.hooks.collector import PADDING_ARGUMENTS, Chain, Collector, Observed, Term, shortened
+from explicit_dropout.hooks.collector import Chain, Collector, Observed, Term
 from explicit_dropout.hooks.products import lowered_input
+from explicit_dropout.hooks.told import PADDING_ARGUMENTS, shortened
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site, samples_first
 from explicit_dropout.weights import column_norms
@@ -28,6 +29,12 @@ from explicit_dropout.weights import column_norms
 _Result = TypeVar("_Result")
 Padding = Literal["auto"] | None | Callable[[str, Tensor], Tensor | None]
 """How padding is known: from the model's arguments, not at all, or by a function of module path and tokens."""
+
+
+RECOMPUTED = (
+    " (Activation checkpointing has run this layer again, after the same model was called with another batch: masks of "
+    "the last call are all that is known then.)"
+)
 
 
 class Tap:
@@ -116,7 +123,10 @@ class Tap:
             tokens = x.shape[:-1].numel() if mask is None else mask.sum()
             samples = x.shape[:-2].numel() if x.ndim > 2 else 0
             version = self.version(site)
-            term = Term(site.name, penalty, columns, tokens, samples, self.holders, factor, norms, piece, version)
+            given = None if torch.compiler.is_compiling() else slot.samples
+            term = Term(
+                site.name, penalty, columns, tokens, samples, self.holders, factor, norms, piece, version, given
+            )
             slot.pending = Chain(term, slot.pending)
 
     def padding(self, x: Tensor, stream: str | None = None) -> Tensor | None:
@@ -132,8 +142,12 @@ class Tap:
                 mask, lengths = masks[holder, kind], self.collector.lengths.get(holder)
                 if lengths is not None and mask.shape[-1] != x.shape[-2]:
                     mask = shortened(mask, x.shape[-2], lengths)
+                if x.ndim > 2 and x.shape[-2] == 1 != mask.shape[-1]:
+                    return None  # one token for each sample, which asks all others: there is no padding among it
                 name = f"the {PADDING_ARGUMENTS.get(kind)} of the call of {holder or 'the model'}"
                 return self._checked(mask, x, name)
+            if masks and (holder, kind) in self.collector.unpadded():
+                return None
         return None
 
     def _checked(self, mask: Tensor | None, x: Tensor, what: str) -> Tensor | None:
@@ -144,6 +158,8 @@ class Tap:
             raise CollectionError(
                 f"{what}, {given}, does not say which of the tokens {tuple(x.shape[:-1])} of {self.path} are real. "
                 "Attach with padding=None to count all tokens, or with padding=function(module path, x) → boolean mask."
+                + RECOMPUTED
+                * (torch._C._current_graph_task_id() != -1)
             )
         return mask
 
@@ -309,7 +325,9 @@ class SameMask(torch.autograd.Function):
         if again.data_ptr() != ctx.mask.data_ptr() and not torch.equal(again, ctx.mask):
             raise CollectionError(
                 "activation checkpointing recomputed a layer with the padding of a later forward pass. With "
-                "checkpointing and padded batches, run the backward pass of each forward pass before the next one."
+                "checkpointing and padded batches, run the backward pass of each forward pass before the next one. "
+                "Where the model itself calls a part of it twice with different padding, attach with padding=None to "
+                "count all tokens, or checkpoint whole calls of that part instead of its layers."
             )
         return grads[0], None
 
@@ -323,6 +341,6 @@ def projection_of(site: Site) -> Projection:
 def stream(path: str) -> str:
     """Which sequence of a model the layers at this path work on; the mask of text says nothing about images."""
     parts = path.split(".")
-    if any(part.startswith(("vision", "visual", "image")) for part in parts):
+    if any(part.startswith(("vision", "visual", "image", "visn")) for part in parts) or "r_layers" in parts:
         return "vision"
     return "decoder" if "decoder" in parts else "main"

@@ -16,9 +16,10 @@ from explicit_dropout.adapters.torch_nn import layer_padding
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.functional.batch import without_autocast
 from explicit_dropout.hooks.calls import argument_names, calls_itself, named_call
-from explicit_dropout.hooks.collector import Chain, Collector, Term, failed, holders_of, is_pretrained, shortened
+from explicit_dropout.hooks.collector import Chain, Collector, Term, failed
 from explicit_dropout.hooks.dice import Draw, Interception, Kind, Weighed, axis_by_history, dice_thrown, same_states
 from explicit_dropout.hooks.taps import Padding, stream
+from explicit_dropout.hooks.told import first_tensor, holders_of, is_pretrained, shortened
 from explicit_dropout.kernels.plain import wide
 from explicit_dropout.noise import Noise, bernoulli, inverted
 from explicit_dropout.sites import visible
@@ -30,7 +31,6 @@ CHECKED = 16
 PATIENCE = 4
 """Passes in a row that have to have drawn where another thread may have."""
 TORCH_LAYERS = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
-
 
 Width = Callable[[str, Tensor], int] | None
 """Which axis of a tensor is its width, by module path; None: it is told by the layers around it."""
@@ -102,11 +102,7 @@ class EnterHook(TwinHook):
                 "nn.DataParallel runs copies of the model, which keep their dice. Use DistributedDataParallel."
             )
         here = threading.get_ident()
-        if (
-            self.entered
-            and self.thread != here
-            and any(thread.ident == self.thread for thread in threading.enumerate())
-        ):
+        if self.entered and self.thread != here and self.thread in {one.ident for one in threading.enumerate()}:
             raise CollectionError(
                 f"{type(model).__name__} runs in another thread already, and its dice can be taken away in one at a "
                 "time only. Run its forward passes one after the other, or convert a copy for each thread."
@@ -123,6 +119,7 @@ class LeaveHook(TwinHook):
         super().__init__(entering.collector, entering.dice)
         self.entering, self.padding_source, self.width, self.off = entering, padding, width, frozenset(off)
         self.found: dict[str, Twin] = {}
+        self.turned = 0  # how many samples a model is given if tokens come first; 0 where it is known that they do not
         self.holders: dict[str, tuple[str, ...]] = {"": ("",)}
         self.layers = {path for path, module in model.named_modules() if takes_padding(module)}
         self.channels, self.widths = widths_of(model)
@@ -135,11 +132,12 @@ class LeaveHook(TwinHook):
         return {**self.__dict__, "padding_source": None if callable(source) else source, "width": None}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        del args, kwargs
         if self.collector.inert or not self.entering.entered:
             return
         self.dice.leave()
         self.entering.entered = False
+        given = None if is_pretrained(model) else first_tensor((*args, *kwargs.values()))
+        self.turned = 0 if given is None or given.ndim in (0, 1, 4) else given.shape[1]  # 4: images
         collecting, draws = self.dice.collecting, self.dice.take(output)
         before, self.entering.before = self.entering.before, None
         if not collecting or failed(output):
@@ -192,10 +190,13 @@ class LeaveHook(TwinHook):
             penalty = functional.attention_weights(weights, values, noise, mask=mask, reduction="none")
             return penalty.sum(), _number(weights.shape[:-3], weights.shape[-2], mask)
         if draw.weights:
+            if not draw.untouched:
+                raise _changed(draw)
+            more = any(use.kind for use in draw.uses)
+            reason = "A is used elsewhere as well: detach it there" if more else "it was not recognised: write it so"
             raise UnsupportedSiteError(
-                f"{draw.path}: attention weights are dropped from, and what they are multiplied with was not "
-                "recognised: a product A @ V, or torch.einsum of the two. Write it so, or build the model with rate 0 "
-                "there."
+                f"{draw.path}: attention weights A are dropped from, and their twin is about one product A @ V, or "
+                f"torch.einsum of the two. Here {reason}, or build the model with rate 0 there."
             )
         x = draw.clean()
         x = x if x.ndim > 1 else x[None]
@@ -268,12 +269,14 @@ class LeaveHook(TwinHook):
         if tensor.ndim != 3:
             return tensor
         given = self.collector.slot().samples
-        samples = next((given[holder] for holder in self._holders(model, path) if holder in given), None)
-        if samples is None or tensor.shape[0] % samples or samples == tensor.shape[1] > 1:
+        holder = next((holder for holder in self._holders(model, path) if holder in given), None)
+        samples = None if holder is None else given[holder]
+        turned = 0 if holder or samples != tensor.shape[1] else self.turned  # as many tokens, which may come first
+        if not samples or tensor.shape[0] % samples or (turned and turned != samples and not tensor.shape[0] % turned):
             raise UnsupportedSiteError(
                 f"{path}: attention of shape {tuple(tensor.shape)} has samples and heads in one axis, and how many "
-                "samples there are is not known (or as many as tokens, so that the two may have changed places). Have "
-                "the model keep heads apart, (sample, head, token, width), or build it with rate 0 there."
+                "samples there are is not known (or tokens come first in what the model is given). Have it keep heads "
+                "apart, (sample, head, token, width), or build it with rate 0 there."
             )
         return torch.unflatten(tensor, 0, (samples, -1))
 
@@ -327,8 +330,9 @@ class LeaveHook(TwinHook):
             for kind in (*kinds, stream(path.removeprefix(holder))):
                 if (holder, kind) in masks:
                     mask, lengths = masks[holder, kind], self.collector.lengths.get(holder)
-                    short = lengths is not None and mask.shape[-1] != tokens
-                    yield shortened(mask, tokens, lengths) if short and lengths is not None else mask
+                    yield mask if lengths is None or mask.shape[-1] == tokens else shortened(mask, tokens, lengths)
+                elif (holder, kind) in self.collector.unpadded():
+                    return
 
 
 class PlaceBefore(TwinHook):
