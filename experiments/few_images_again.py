@@ -1,4 +1,4 @@
-"""Few images once more: what few_images.py found, put to ten seeds that nothing was chosen on, with rates chosen, too.
+"""Few images once more: what few_images.py found, put to ten fresh seeds, with rates chosen, too.
 
     explicit-dropout sweep experiments/few_images_again.py --engine vectorised
     explicit-dropout report experiments/few_images_again.py
@@ -67,8 +67,8 @@ def experiment() -> list[Experiment]:
             },
             questions=QUESTIONS,
             notes=(
-                "A confirmation on seeds, splits and wrong labels that nothing was chosen on: rows and values of λ "
-                "were committed before its runs.",
+                "A confirmation on fresh seeds, splits and wrong labels: rows and values of λ were committed before "
+                "its runs.",
                 f"λ is chosen on validation images for each row, and so is the rate of stochastic dropout, of "
                 f"{', '.join(f'{rate:g}' for rate in RATES)}. Penalties have p = 0.2.",
             ),

@@ -389,21 +389,30 @@ SUMMARISED = {
     "explicit, attended values and feed-forward": "explicit_av+explicit",
     "explicit, queries and feed-forward": "explicit_q+explicit",
     "activation L2": "none+activation_l2",
+    "weight decay": "none+weight_decay",
 }
 """Rows of the summary."""
 
 COLUMNS = {
-    "table1": "CIFAR-10", "label_noise_40": "CIFAR-10, 40 % label noise", "table2": "CIFAR-100",
-    "table3": "THUMOS14-I3D", "table4": "GTZAN-YAMNet",
-    "few_cifar_0": "1000 images of CIFAR-10", "few_cifar_40": "the same, 40 % label noise",
-    "few_images_again_0": "300 digits", "few_images_again_40": "300 digits, 40 % label noise",
-    "few_images_why_long_0": "300 digits, 200 epochs", "few_images_why_long_40": "the same, 40 % label noise",
+    "table1": "CIFAR-10", "table2": "CIFAR-100", "table3": "THUMOS14-I3D", "table4": "GTZAN-YAMNet",
+    "label_noise_40": "CIFAR-10, 40 % label noise", "few_cifar_0": "1000 images of CIFAR-10",
+    "few_images_again_0": "300 digits, 50 epochs", "few_images_why_long_0": "300 digits, 200 epochs",
 }  # fmt: skip
 """Experiments of the summary."""
-FILES = {name: name if name.startswith("table") else name.rpartition("_")[0] for name in COLUMNS}
+CONTRASTED = COLUMNS | {
+    "few_images_again_40": "300 digits, 50 epochs, 40 % label noise",
+    "few_images_why_long_40": "300 digits, 200 epochs, 40 % label noise",
+}
+"""Those whose differences are shown."""
+FILES = {name: max((f for f in TABLES if f"{name}_".startswith(f"{f}_")), key=len) for name in CONTRASTED}
 """Where they are."""
 COMPARED = "explicit_v+explicit"
 """The row of the summary whose differences to others are shown."""
+OTHERS = {
+    "`nn.Dropout`": BASELINE, "no regulariser": "none+none", "activation L2": "none+activation_l2",
+    "weight decay": "none+weight_decay",
+}  # fmt: skip
+"""The rows that it is compared with."""
 MARKS = "<!-- begin results -->", "<!-- end results -->"
 
 
@@ -411,7 +420,7 @@ def reductions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
     """How the experiments of the summary average J."""
     cifar = modules["table1"].REDUCTION
     others = {"table3": modules["table3"].REDUCTION, "table4": modules["table4"].REDUCTIONS[0]}
-    return {**dict.fromkeys(COLUMNS, "token"), "table1": cifar, "label_noise_40": cifar, "table2": cifar, **others}
+    return {**dict.fromkeys(CONTRASTED, "token"), "table1": cifar, "label_noise_40": cifar, "table2": cifar, **others}
 
 
 def shown(analysis: Analysis, name: str) -> str:
@@ -438,16 +447,23 @@ def summary(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> 
 
 
 def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> str:
-    """One row of explicit dropout against stochastic dropout and against nothing, where there are five pairs."""
-    lines = ["| | against `nn.Dropout` | against no regulariser | n |", "|---|---|---|---|"]
-    for name, dataset in COLUMNS.items():
-        row = named(COMPARED, reduction=reductions[name])
-        found = [pairs(analyses[name], row, shown(analyses[name], other)) for other in (BASELINE, "none+none")]
-        if min(each.n for each in found) >= ENOUGH:
-            estimates = (each.estimate for each in found)
-            cells = [f"{percent(e.mean, signed=True)} {interval(e, signed=True)}" for e in estimates]
-            lines.append(f"| {dataset} | {' | '.join(cells)} | {min(each.n for each in found)} |")
+    """One row of explicit dropout against others, where there are five pairs."""
+    lines = [f"| | against {' | against '.join(OTHERS)} | n |", "|---|" + "---|" * len(OTHERS) + "---|"]
+    for name, dataset in CONTRASTED.items():
+        row, cells, numbers = named(COMPARED, reduction=reductions[name]), [], []
+        for other in (named(other, reduction=reductions[name]) for other in OTHERS.values()):
+            there = row_of(analyses[name], other) is not None
+            found = pairs(analyses[name], row, shown(analyses[name], other)) if there else None
+            enough = found is not None and found.n >= ENOUGH
+            cells.append(difference(found.estimate) if found is not None and enough else MISSING)
+            numbers += [found.n] if found is not None and enough else []
+        if numbers:
+            lines.append(f"| {dataset} | {' | '.join(cells)} | {min(numbers)} |")
     return "\n".join(lines)
+
+
+def difference(estimate: Estimate) -> str:
+    return f"{percent(estimate.mean, signed=True)} {interval(estimate, signed=True)}"
 
 
 def readme(root: Path) -> str:
