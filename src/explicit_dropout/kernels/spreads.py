@@ -2,8 +2,9 @@
 
 X are the keys where queries are dropped, W makes the queries, and s are the column energies of their input; or the
 other way round. Where both are dropped, W diag(s) Wᵀ of one side meets that of the other as well. For each sample and
-head these are matrices of the width of a head, made where they are needed, forward and backward: nothing is kept but
-what there is. On a GPU operands of their products are bfloat16, sums float32.
+head these are matrices of the width of a head. On a GPU they are made where they are needed, forward and backward:
+nothing is kept but what there is; operands of their products are bfloat16, sums float32. On a CPU, where making them
+takes longer than anything else here, they are kept: a few numbers beside the tokens that they are made of.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from explicit_dropout.kernels import energy, plain
+from explicit_dropout.kernels import energy, plain, torch_energy
 from explicit_dropout.kernels.gram import serves_scores
 from explicit_dropout.kernels.inlining import inlined
 
@@ -65,16 +66,24 @@ def _energies(sides: list[Tensor], heads: int) -> list[Tensor]:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: int, *sides: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*sides)
-        ctx.heads = heads
-        return tuple(_made(list(sides), heads))
+        ctx.heads, ctx.number, kept = heads, len(sides), []
+        if energy.by_triton(sides[0]):
+            made = _made(list(sides), heads)
+        else:
+            with exactly(sides[0]):
+                kept = [*_grams(list(sides), heads), *_matrices(list(sides), heads)]
+                made = _products(kept)
+        ctx.save_for_backward(*sides, *kept)
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        sides = list(ctx.saved_tensors)
-        if energy.by_triton(sides[0]):
-            refuse_second()
-        return None, *_gradients(sides, ctx.heads, list(slopes))
+        sides, kept = list(ctx.saved_tensors[: ctx.number]), list(ctx.saved_tensors[ctx.number :])
+        if torch.is_grad_enabled():
+            if not kept:
+                refuse_second()
+            kept = []  # made again, with their own derivatives
+        return None, *_gradients(sides, ctx.heads, list(slopes), kept)
 
 
 def exactly(x: Tensor) -> Any:
@@ -97,13 +106,18 @@ def _made(sides: list[Tensor], heads: int) -> list[Tensor]:
     with exactly(sides[0]):
         if energy.by_triton(sides[0]):
             return cast("list[Tensor]", _triton().spread_energies(_given(sides), heads))
-        grams, matrices = _grams(sides, heads), _matrices(sides, heads)
-        pairs = [*zip(grams, matrices, strict=True), matrices][: 2 * len(matrices) - 1]
-        return [(one * other).sum((2, 3)) for one, other in pairs]
+        return _products([*_grams(sides, heads), *_matrices(sides, heads)])
 
 
-def _gradients(sides: list[Tensor], heads: int, slopes: list[Tensor]) -> list[Tensor]:
-    """Of all tensors of the sides, given those of the energies."""
+def _products(made: list[Tensor]) -> list[Tensor]:
+    """The energies, of the matrices XᵀX and W diag(s) Wᵀ of every side."""
+    grams, matrices = made[: len(made) // 2], made[len(made) // 2 :]
+    pairs = [*zip(grams, matrices, strict=True), matrices][: 2 * len(matrices) - 1]
+    return [(one * other).sum((2, 3)) for one, other in pairs]
+
+
+def _gradients(sides: list[Tensor], heads: int, slopes: list[Tensor], kept: list[Tensor] | None = None) -> list[Tensor]:
+    """Of all tensors of the sides, given those of the energies, and the matrices if they were kept."""
     with exactly(sides[0]):
         if energy.by_triton(sides[0]):
             slopes = [slope.contiguous() for slope in slopes]
@@ -111,7 +125,7 @@ def _gradients(sides: list[Tensor], heads: int, slopes: list[Tensor]) -> list[Te
                 gradient for of_side in _triton().spread_gradients(_given(sides), heads, slopes) for gradient in of_side
             ]
         else:
-            found = _gradients_plainly(sides, heads, slopes)
+            found = _gradients_plainly(sides, heads, slopes, kept or [*_grams(sides, heads), *_matrices(sides, heads)])
         return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, sides, strict=True)]
 
 
@@ -135,7 +149,21 @@ def _grams(sides: list[Tensor], heads: int) -> list[Tensor]:
 def _matrices(sides: list[Tensor], heads: int) -> list[Tensor]:
     """W diag(s) Wᵀ of every sample and head, side by side."""
     by_head = (_rows(weight, heads) for weight in sides[1::3])
-    return [(rows * squares[:, None, None]) @ rows.mT for rows, squares in zip(by_head, sides[2::3], strict=True)]
+    return [_weighted(rows, squares) for rows, squares in zip(by_head, sides[2::3], strict=True)]
+
+
+def _weighted(rows: Tensor, squares: Tensor) -> Tensor:
+    """W diag(s) Wᵀ, heads first until the end: so a head's weight meets all samples at once and is never repeated."""
+    scaled = _product(rows[:, None], squares[:, None])
+    return torch.unflatten(scaled.flatten(1, 2) @ rows.mT, 1, (-1, rows.shape[1])).transpose(0, 1)
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """In memory that is kept, where nobody differentiates it; valid until the next one."""
+    if torch.is_grad_enabled() or not one.is_cpu:
+        return one * other
+    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+    return torch.mul(one, other, out=torch_energy.room(shape))
 
 
 def _by_head(others: Tensor, heads: int) -> Tensor:
@@ -148,19 +176,19 @@ def _rows(weight: Tensor, heads: int) -> Tensor:
     return torch.unflatten(weight.float(), 0, (heads, -1))
 
 
-def _gradients_plainly(sides: list[Tensor], heads: int, slopes: list[Tensor]) -> list[Tensor]:
-    grams, matrices, found = _grams(sides, heads), _matrices(sides, heads), []
+def _gradients_plainly(sides: list[Tensor], heads: int, slopes: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+    grams, matrices, found = made[: len(made) // 2], made[len(made) // 2 :], []
     of_energies = [slope[..., None, None] for slope in slopes]
     for number, (others, weight, squares) in enumerate(_by_side(sides)):
         rows = _rows(weight, heads)
         inner = of_energies[number] * grams[number]
         if len(matrices) == 2:
             inner = inner + of_energies[2] * matrices[1 - number]
-        along = inner @ rows
+        along = torch.unflatten(inner.transpose(0, 1).flatten(1, 2) @ rows, 1, (-1, rows.shape[1]))
         found += [
-            (2 * of_energies[number] * _by_head(others, heads) @ matrices[number]).transpose(1, 2).flatten(2),
-            2 * (along * squares[:, None, None]).sum(0).flatten(0, 1),
-            (along * rows).sum((1, 2)),
+            (_by_head(others, heads) @ (2 * of_energies[number] * matrices[number])).transpose(1, 2).flatten(2),
+            2 * _product(along, squares[:, None]).sum(1).flatten(0, 1),
+            _product(along, rows[:, None]).sum((0, 2)),
         ]
     return found
 
