@@ -179,6 +179,31 @@ def test_cross_attention_to_an_image_has_no_padding_of_words(length):
     torch.testing.assert_close(found, whole)
 
 
+def test_an_expert_that_all_tokens_come_to_in_one_row_knows_which_are_real():
+    torch.manual_seed(0)
+    config = tf.Qwen2MoeConfig(
+        **SMALL, vocab_size=99, num_key_value_heads=2, moe_intermediate_size=16, shared_expert_intermediate_size=24,
+        num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model, words = quiet(tf.Qwen2MoeModel(config)), tokens(2, 6, padded=2)
+    (layer,) = {site.layer for site in xd.find_sites(model) if "shared_expert" in site.path}
+
+    def found(**batch):
+        with xd.ExplicitDropout(model, NOISE, feed_forward={layer: 1.0}) as reg:
+            model(**batch)
+            reg()
+            return reg.terms()
+
+    whole = found(**words)
+    first, second = (
+        found(**{name: tensor[rows, :length] for name, tensor in words.items()})
+        for rows, length in ((slice(1), 4), (slice(1, 2), 6))
+    )
+    assert len(whole) == 3
+    for name, term in whole.items():
+        torch.testing.assert_close(term, (4 * first[name] + 6 * second[name]) / 10)
+
+
 # ---------------------------------------------------------------------------------------------- sound
 
 

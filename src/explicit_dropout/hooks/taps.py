@@ -144,6 +144,8 @@ class Tap:
                     mask = shortened(mask, x.shape[-2], lengths)
                 if x.ndim > 2 and x.shape[-2] == 1 != mask.shape[-1]:
                     return None  # one token for each sample, which asks all others: there is no padding among it
+                if x.ndim == 2 and x.shape[0] == mask.numel():
+                    mask = mask.reshape(-1)  # all tokens in one row, as before experts that share them out
                 name = f"the {PADDING_ARGUMENTS.get(kind)} of the call of {holder or 'the model'}"
                 return self._checked(mask, x, name)
             if masks and (holder, kind) in self.collector.unpadded():
