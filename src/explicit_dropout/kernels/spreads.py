@@ -78,7 +78,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        sides, kept = list(ctx.saved_tensors[: ctx.number]), list(ctx.saved_tensors[ctx.number :])
+        saved = list(ctx.saved_tensors)  # once: checkpointing unpacks each a single time
+        sides, kept = saved[: ctx.number], saved[ctx.number :]
         if torch.is_grad_enabled():
             if not kept:
                 refuse_second()
