@@ -40,20 +40,27 @@ def terms(model, call, layers=None, **options):
 
 def qwen2_vl():
     positions = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    text = {**SMALL, "vocab_size": 99, "num_key_value_heads": 2, "rope_parameters": positions}
+    text = {**SMALL, "vocab_size": 99, "num_key_value_heads": 2, "rope_parameters": positions, "pad_token_id": 0}
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4}
-    return tf.Qwen2VLModel(tf.Qwen2VLConfig(text_config=text, vision_config=vision))
+    marks = {"image_token_id": 98, "vision_start_token_id": 97, "vision_end_token_id": 96, "video_token_id": 95}
+    return tf.Qwen2VLModel(tf.Qwen2VLConfig(text_config=text, vision_config=vision, **marks))
 
 
 @pytest.mark.parametrize("batch", [2, 6, 9])
 def test_positions_of_three_kinds_are_no_samples(batch):
-    """Qwen2-VL tells its language model of positions (3, batch, token) before it tells it of anything else."""
+    """With images Qwen2-VL tells its language model of positions (3, batch, token) before anything else."""
     torch.manual_seed(0)
-    model, ids = quiet(qwen2_vl()), torch.randint(5, 60, (batch, 6))
-    whole = terms(model, lambda: model(input_ids=ids), "language", reduction="sample")
-    alone = [terms(model, lambda one=one: model(input_ids=one[None]), "language", reduction="sample") for one in ids]
-    for name, term in whole.items():
-        torch.testing.assert_close(term, torch.stack([each[name] for each in alone]).mean())
+    model, ids, seen = quiet(qwen2_vl()), torch.randint(5, 60, (batch, 9)), []
+    ids[:, 1:7] = torch.tensor([97, 98, 98, 98, 98, 96])
+    images = {"pixel_values": torch.randn(16 * batch, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * batch)}
+    kinds = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == 98).long()}
+    value = model.language_model.layers[0].self_attn.v_proj
+    value.register_forward_hook(lambda module, args, output: seen.append(args[0].detach()))  # noqa: ARG005
+    (found,) = terms(model, lambda: model(input_ids=ids, **images, **kinds), "language", reduction="sample").values()
+    assert seen[0].shape[:2] == ids.shape
+    torch.testing.assert_close(
+        found, xd.functional.linear(seen[0], value.weight, NOISE, reduction="sample").detach(), rtol=1e-4, atol=0
+    )
 
 
 class Bi(nn.Module):
