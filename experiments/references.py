@@ -23,7 +23,7 @@ from sklearn.svm import SVC
 
 from explicit_dropout.lab.data import Dataset, Split, load
 from explicit_dropout.lab.experiment import module_of
-from explicit_dropout.lab.report.tables import measured as percent
+from explicit_dropout.lab.report.tables import measured
 from explicit_dropout.lab.statistics import Estimate
 
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ def scores(make: Callable[[Any], Any], setting: Any, data: Dataset) -> tuple[flo
     return float(fitted.score(*pixels(data.validation))), float(fitted.score(*pixels(data.test)))
 
 
-def measured(share: float) -> list[dict[str, Any]]:
+def classified(share: float) -> list[dict[str, Any]]:
     datasets = [load(replace(AGAIN.FIRST.DATA, label_noise=share, split=seed)) for seed in AGAIN.SEEDS]
     rows = []
     for name, (make, settings) in CLASSIFIERS.items():
@@ -77,7 +77,7 @@ def section(root: Path) -> list[str]:
         "| --- |" + " ---: |" * len(shares),
     ]
     for rows in zip(*shares.values(), strict=True):
-        scores = (percent(Estimate(tuple(row["test"]))) for row in rows)
+        scores = (measured(Estimate(tuple(row["test"]))) for row in rows)
         lines.append(f"| {rows[0]['classifier']} | {' | '.join(scores)} |")
     return [*lines, "", "```", found["command"], "```", ""]
 
@@ -87,7 +87,7 @@ def main() -> None:
         "command": "python experiments/references.py",
         "environment": {"python": platform.python_version(), "scikit-learn": sklearn.__version__},
         "seeds": list(AGAIN.SEEDS),
-        "shares": {f"{share:g}": measured(share) for share in sorted(AGAIN.FIRST.SHARES)},
+        "shares": {f"{share:g}": classified(share) for share in sorted(AGAIN.FIRST.SHARES)},
     }
     (HERE.parent / OUTPUT).write_text(json.dumps(result, indent=1) + "\n")
     for share, rows in result["shares"].items():

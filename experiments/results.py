@@ -30,6 +30,7 @@ from explicit_dropout.lab.report.tables import (
     Table,
     configurations_table,
     diagnostics_table,
+    difference,
     interval,
     measured,
     percent,
@@ -460,10 +461,6 @@ def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) ->
         if numbers:
             lines.append(f"| {dataset} | {' | '.join(cells)} | {min(numbers)} |")
     return "\n".join(lines)
-
-
-def difference(estimate: Estimate) -> str:
-    return f"{percent(estimate.mean, signed=True)} {interval(estimate, signed=True)}"
 
 
 def readme(root: Path) -> str:

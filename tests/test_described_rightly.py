@@ -126,28 +126,26 @@ def test_a_network_that_says_it_is_not_batch_first_is_read_so():
     assert_close(found, expected.detach())
 
 
+SIDES = {
+    f"{side}_{name}": number
+    for side in ("encoder", "decoder")
+    for name, number in {"layers": 1, "attention_heads": 4, "ffn_dim": 48, "layerdrop": 0.0}.items()
+}
+"""A small encoder and a small decoder."""
+
+
 def fsmt(transformers):
-    sides = {
-        f"{side}_{name}": number
-        for side in ("encoder", "decoder")
-        for name, number in {"layers": 1, "attention_heads": 4, "ffn_dim": 48, "layerdrop": 0.0}.items()
-    }
     return transformers.FSMTModel(
         transformers.FSMTConfig(
             langs=["en", "de"], src_vocab_size=60, tgt_vocab_size=60, d_model=32, pad_token_id=1, dropout=0.0,
-            attention_dropout=0.0, activation_dropout=0.0, **sides,
+            attention_dropout=0.0, activation_dropout=0.0, **SIDES,
         )
     )  # fmt: skip
 
 
 def led(transformers):
-    sides = {
-        f"{side}_{name}": number
-        for side in ("encoder", "decoder")
-        for name, number in {"layers": 1, "attention_heads": 4, "ffn_dim": 48, "layerdrop": 0.0}.items()
-    }
     return transformers.LEDModel(
-        transformers.LEDConfig(vocab_size=60, d_model=32, attention_window=4, pad_token_id=1, dropout=0.0, **sides)
+        transformers.LEDConfig(vocab_size=60, d_model=32, attention_window=4, pad_token_id=1, dropout=0.0, **SIDES)
     )
 
 

@@ -66,15 +66,10 @@ def _energies(sides: list[Tensor], heads: int) -> list[Tensor]:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: int, *sides: Tensor) -> tuple[Tensor, ...]:
-        ctx.heads, ctx.number, kept = heads, len(sides), []
-        if energy.by_triton(sides[0]):
-            made = _made(list(sides), heads)
-        else:
-            with exactly(sides[0]):
-                kept = [*_grams(list(sides), heads), *_matrices(list(sides), heads)]
-                made = _products(kept)
+        kept = [] if energy.by_triton(sides[0]) else _of_heads(list(sides), heads)
         ctx.save_for_backward(*sides, *kept)
-        return tuple(made)
+        ctx.heads, ctx.number = heads, len(sides)
+        return tuple(_made(list(sides), heads, kept))
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,23 +97,18 @@ def refuse_second() -> None:
 # ---------------------------------------------------------------------------------------------- how they are made
 
 
-def _made(sides: list[Tensor], heads: int) -> list[Tensor]:
-    """One energy, of the three tensors of a side, or three, of those of both."""
+def _made(sides: list[Tensor], heads: int, kept: list[Tensor] | None = None) -> list[Tensor]:
+    """One energy, of the three tensors of a side, or three, of those of both; `kept`: their matrices, if there are."""
     with exactly(sides[0]):
         if energy.by_triton(sides[0]):
             return cast("list[Tensor]", _triton().spread_energies(_given(sides), heads))
-        return _products([*_grams(sides, heads), *_matrices(sides, heads)])
-
-
-def _products(made: list[Tensor]) -> list[Tensor]:
-    """The energies, of the matrices XᵀX and W diag(s) Wᵀ of every side."""
-    grams, matrices = made[: len(made) // 2], made[len(made) // 2 :]
-    pairs = [*zip(grams, matrices, strict=True), matrices][: 2 * len(matrices) - 1]
-    return [(one * other).sum((2, 3)) for one, other in pairs]
+        grams, matrices = _halves(kept or _of_heads(sides, heads))
+        pairs = [*zip(grams, matrices, strict=True), matrices][: 2 * len(matrices) - 1]
+        return [(one * other).sum((2, 3)) for one, other in pairs]
 
 
 def _gradients(sides: list[Tensor], heads: int, slopes: list[Tensor], kept: list[Tensor] | None = None) -> list[Tensor]:
-    """Of all tensors of the sides, given those of the energies, and the matrices if they were kept."""
+    """Of all tensors of the sides, given those of the energies; `kept` as above."""
     with exactly(sides[0]):
         if energy.by_triton(sides[0]):
             slopes = [slope.contiguous() for slope in slopes]
@@ -126,7 +116,7 @@ def _gradients(sides: list[Tensor], heads: int, slopes: list[Tensor], kept: list
                 gradient for of_side in _triton().spread_gradients(_given(sides), heads, slopes) for gradient in of_side
             ]
         else:
-            found = _gradients_plainly(sides, heads, slopes, kept or [*_grams(sides, heads), *_matrices(sides, heads)])
+            found = _gradients_plainly(sides, heads, slopes, kept or _of_heads(sides, heads))
         return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, sides, strict=True)]
 
 
@@ -142,15 +132,16 @@ def _by_side(sides: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [(sides[start], sides[start + 1], sides[start + 2]) for start in range(0, len(sides), 3)]
 
 
-def _grams(sides: list[Tensor], heads: int) -> list[Tensor]:
-    """XᵀX of every sample and head, side by side."""
-    return [x.mT @ x for x in (_by_head(others, heads) for others in sides[::3])]
+def _of_heads(sides: list[Tensor], heads: int) -> list[Tensor]:
+    """XᵀX of every sample and head, for each side, and then W diag(s) Wᵀ."""
+    with exactly(sides[0]):
+        grams = [x.mT @ x for x in (_by_head(others, heads) for others in sides[::3])]
+        by_head = (_rows(weight, heads) for weight in sides[1::3])
+        return [*grams, *(_weighted(rows, squares) for rows, squares in zip(by_head, sides[2::3], strict=True))]
 
 
-def _matrices(sides: list[Tensor], heads: int) -> list[Tensor]:
-    """W diag(s) Wᵀ of every sample and head, side by side."""
-    by_head = (_rows(weight, heads) for weight in sides[1::3])
-    return [_weighted(rows, squares) for rows, squares in zip(by_head, sides[2::3], strict=True)]
+def _halves(kept: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
 
 def _weighted(rows: Tensor, squares: Tensor) -> Tensor:
@@ -164,7 +155,7 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
     if torch.is_grad_enabled() or not one.is_cpu:
         return one * other
     shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
-    return torch.mul(one, other, out=torch_energy.room(shape))
+    return torch.mul(one, other, out=torch_energy.room.of(shape))
 
 
 def _by_head(others: Tensor, heads: int) -> Tensor:
@@ -177,8 +168,8 @@ def _rows(weight: Tensor, heads: int) -> Tensor:
     return torch.unflatten(weight.float(), 0, (heads, -1))
 
 
-def _gradients_plainly(sides: list[Tensor], heads: int, slopes: list[Tensor], made: list[Tensor]) -> list[Tensor]:
-    grams, matrices, found = made[: len(made) // 2], made[len(made) // 2 :], []
+def _gradients_plainly(sides: list[Tensor], heads: int, slopes: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    (grams, matrices), found = _halves(kept), []
     of_energies = [slope[..., None, None] for slope in slopes]
     for number, (others, weight, squares) in enumerate(_by_side(sides)):
         rows = _rows(weight, heads)

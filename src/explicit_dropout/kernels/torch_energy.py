@@ -36,19 +36,14 @@ class _Room(threading.local):
         return self.kept[:size].view(shape)
 
 
-_room = _Room()
-
-
-def room(shape: torch.Size) -> Tensor | None:
-    """A place of this shape in the memory that a thread keeps, for what is not needed for long."""
-    return _room.of(shape)
+room = _Room()
 
 
 def _deviation(block: Tensor, bias: Tensor | None, flags: Tensor | None) -> Tensor:
     """`deviation`, in the memory that is kept; valid until the next block."""
     if bias is None or block.dtype != torch.float32 or bias.dtype != torch.float32:
         return deviation(block, bias, flags)
-    shifted = torch.sub(block, bias, out=_room.of(block.shape))
+    shifted = torch.sub(block, bias, out=room.of(block.shape))
     return shifted if flags is None else shifted.masked_fill_(~flags[..., None], 0)
 
 
@@ -102,7 +97,7 @@ def _block(rows: Tensor, bias: Tensor | None, flags: Tensor | None, by_column: b
     deviations = _deviation(rows, bias, flags)
     sums = None if bias is None else deviations.sum(-2, keepdim=single)
     if by_column:
-        return torch.mul(deviations, deviations, out=_room.of(deviations.shape)).sum(-2, keepdim=single), sums
+        return torch.mul(deviations, deviations, out=room.of(deviations.shape)).sum(-2, keepdim=single), sums
     lengths = torch.linalg.vector_norm(deviations, dim=-1, keepdim=True)  # of rows: reads them once, writes nothing
     return lengths.square_().sum(-2, keepdim=single), sums
 

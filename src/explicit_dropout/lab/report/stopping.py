@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from explicit_dropout.lab.report.tables import METRICS, Column, Table, interval, measured, percent, strength
+from explicit_dropout.lab.report.tables import METRICS, Column, Table, difference, measured, strength
 from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, Row
 
 NONE = "none+none"
@@ -55,12 +55,6 @@ def best(row: Row) -> Stop | None:
     return max(candidates, key=lambda stop: round(stop.estimate.mean or 0.0, 9), default=None)
 
 
-def signed(difference: Estimate) -> str:
-    """A difference with its interval."""
-    said = percent(difference.mean, signed=True)
-    return f"{said} {interval(difference, signed=True)}" if difference.sd else said
-
-
 def stopping_table(analysis: Analysis, enough: int) -> Table:
     """Validation at the end and at the best epoch, of rows with enough repetitions."""
     rows = []
@@ -80,8 +74,8 @@ def stopping_table(analysis: Analysis, enough: int) -> Table:
                 "early": measured(early.estimate),
                 "epoch": str(early.epoch),
                 "early_strength": strength(early.configuration),
-                "gain": signed(gain),
-                "beside": signed(beside),
+                "gain": difference(gain),
+                "beside": difference(beside),
                 "n": str(early.estimate.n),
             }
         )

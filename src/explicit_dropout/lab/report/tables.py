@@ -340,6 +340,12 @@ def interval(estimate: Estimate, *, signed: bool = False) -> str:
     return MISSING if bounds is None else f"[{percent(bounds[0], signed=signed)}, {percent(bounds[1], signed=signed)}]"
 
 
+def difference(estimate: Estimate) -> str:
+    """A difference in percentage points with its interval, if it has one."""
+    said = percent(estimate.mean, signed=True)
+    return f"{said} {interval(estimate, signed=True)}" if estimate.sd else said
+
+
 def plain(estimate: Estimate) -> str:
     """A number that is no fraction."""
     if estimate.mean is None:
