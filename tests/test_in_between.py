@@ -489,7 +489,7 @@ def test_penalties_do_not_depend_on_the_default_precision(law, dtype):
     reg = xd.ExplicitDropout(model, law, feed_forward=1.0)
     model(x)
     right = reg()
-    kernels.torch_energy._room.kept = torch.empty(0)
+    kernels.torch_energy.room.kept = torch.empty(0)
     torch.set_default_dtype(dtype)
     try:
         model(x)
