@@ -16,8 +16,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import explicit_dropout as xd
-from explicit_dropout.hooks.dice import Weighed
-from explicit_dropout.hooks.twins import PATIENCE, LeaveHook, kind_of
+from explicit_dropout.hooks.draws import Weighed, kind_of
+from explicit_dropout.hooks.twins import PATIENCE, LeaveHook
 from families import all_families
 from family.truth import build
 

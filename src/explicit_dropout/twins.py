@@ -13,7 +13,8 @@ from explicit_dropout import checks
 from explicit_dropout.attached import Attached, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.hooks.collector import Term
-from explicit_dropout.hooks.dice import Interception, Kind, Others
+from explicit_dropout.hooks.dice import Interception, Others
+from explicit_dropout.hooks.draws import Kind
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding
 from explicit_dropout.hooks.told import is_pretrained, lengths_of

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
@@ -61,3 +64,20 @@ def with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if args:
         return (x, *args[1:]), kwargs
     return args, {**kwargs, next(iter(kwargs)): x}
+
+
+def is_checkpointing() -> bool:
+    """Whether activation checkpointing runs this, of either kind."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch.is_grad_enabled():  # the reentrant kind has no gradients the first time
+        return any("checkpoint.py" in code.co_filename and "torch" in code.co_filename for code in _codes())
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+
+
+def _codes() -> Iterator[Any]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back

@@ -17,9 +17,12 @@ from explicit_dropout.errors import CollectionError, InputError, UnsupportedSite
 from explicit_dropout.functional.batch import without_autocast
 from explicit_dropout.hooks.calls import argument_names, calls_itself, named_call
 from explicit_dropout.hooks.collector import Chain, Collector, Term, failed
-from explicit_dropout.hooks.dice import Draw, Interception, Kind, Weighed, axis_by_history, dice_thrown, same_states
+from explicit_dropout.hooks.dice import Interception
+from explicit_dropout.hooks.draws import Draw, Kind, Weighed, kind_of
+from explicit_dropout.hooks.generators import dice_thrown, same_states
 from explicit_dropout.hooks.taps import Padding, stream
 from explicit_dropout.hooks.told import first_tensor, holders_of, is_pretrained, shortened
+from explicit_dropout.hooks.widths import axis_by_history
 from explicit_dropout.kernels.plain import wide
 from explicit_dropout.noise import Noise, bernoulli, inverted
 from explicit_dropout.sites import visible
@@ -456,18 +459,6 @@ def _changed(draw: Draw | Weighed) -> UnsupportedSiteError:
         f"{draw.path or 'the model'}: the model changes what its dropped tensor, or its attention, works with in "
         "place, so that it is lost. Let it write a new tensor instead."
     )
-
-
-def kind_of(draw: Draw | Weighed) -> Kind:
-    """Where a draw is measured: at the one linear map that its result goes to, or else at the result itself."""
-    if isinstance(draw, Weighed):
-        return "attention_weights"
-    alone = draw.uses[0].kind if len(draw.uses) == 1 and draw.untouched else None
-    if alone == "linear" and draw.weights and draw.passed.ndim == 2:
-        alone = "attention_weights"  # of one sample and head
-    if alone == "attention_weights" and not draw.weights and draw.uses[0].x is not None and draw.uses[0].x.ndim == 3:
-        alone = None  # a stack of matrices, of experts perhaps
-    return draw.kind or alone or "hidden"
 
 
 def weight_energy(
