@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import explicit_dropout as xd
 from explicit_dropout.hooks.draws import Weighed, kind_of
-from explicit_dropout.hooks.twins import PATIENCE, LeaveHook
+from explicit_dropout.hooks.generators import PATIENCE
+from explicit_dropout.hooks.twins import LeaveHook
 from families import all_families
 from family.truth import build
 

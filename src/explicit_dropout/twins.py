@@ -15,23 +15,14 @@ from explicit_dropout.errors import CollectionError, InputError, UnsupportedSite
 from explicit_dropout.hooks.collector import Term
 from explicit_dropout.hooks.dice import Interception, Others
 from explicit_dropout.hooks.draws import Kind
+from explicit_dropout.hooks.parts import DropPathHook, GuardHook, LayerMaskHook, PlaceAfter, PlaceBefore
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding
+from explicit_dropout.hooks.tokens import places_of, takes_padding
 from explicit_dropout.hooks.told import is_pretrained, lengths_of
 from explicit_dropout.hooks.total import Share
-from explicit_dropout.hooks.twins import (
-    DropPathHook,
-    EnterHook,
-    GuardHook,
-    LayerMaskHook,
-    LeaveHook,
-    PlaceAfter,
-    PlaceBefore,
-    Twin,
-    Width,
-    places_of,
-    takes_padding,
-)
+from explicit_dropout.hooks.twins import EnterHook, LeaveHook, Twin
+from explicit_dropout.hooks.widths import Width
 from explicit_dropout.refusals import no_forward, refuse_second, refuse_unknown
 from explicit_dropout.strengths import Schedule, by_layer
 from explicit_dropout.table import table

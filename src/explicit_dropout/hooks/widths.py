@@ -1,11 +1,19 @@
-"""Which axis of a tensor is its width: by the layers that made it."""
+"""Which axis of a tensor is its width: as the user says, by the layers that made it, or by those of the model."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from explicit_dropout.errors import InputError, UnsupportedSiteError
+from explicit_dropout.hooks.draws import Draw, kind_of
+
+Width = Callable[[str, Tensor], int] | None
+"""Which axis of a tensor is its width, by module path; None: it is told by the layers around it."""
 
 ELEMENTWISE = re.compile(
     r"(Relu|Gelu|Silu|Mish|Hardswish|Hardtanh|Elu|LeakyRelu|Sigmoid|Tanh|Add|Sub|Mul|Div|Clone|ToCopy|Alias|Clamp|"
@@ -15,6 +23,61 @@ CHANNELS_SECOND = re.compile(
     r"(Convolution|BatchNorm|GroupNorm|InstanceNorm|Pool\dD?|Upsample\w*)Backward", re.IGNORECASE
 )
 WIDTH_LAST = re.compile(r"(Addmm|Mm|Bmm|LayerNorm|Embedding|Linear|RmsNorm)Backward", re.IGNORECASE)
+
+
+class Widths:
+    """What is known of widths in a model, and what the user says of them."""
+
+    def __init__(self, model: nn.Module, given: Width) -> None:
+        self.given = given
+        self.channels, self.widths = widths_of(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are inert, so they do without a function of the user's, which may not be one that can be saved."""
+        return {**self.__dict__, "given": None}
+
+    def axis(self, draw: Draw, x: Tensor) -> int:
+        """Which axis of a tensor is its width: the last, or the second where convolutions work on it."""
+        if draw.axis is not None:
+            return draw.axis
+        if x.ndim < 3 or kind_of(draw) == "linear":
+            return x.ndim - 1
+        if self.given is not None:
+            given = self.given(draw.path, x)
+            if isinstance(given, bool) or not isinstance(given, int) or not -x.ndim <= given < x.ndim:
+                raise InputError("width", f"a function that returns an axis of {tuple(x.shape)}", repr(given))
+            return given % x.ndim
+        known = None if torch.compiler.is_compiling() else axis_by_history(x)
+        if known is not None:
+            return known
+        first, last = x.shape[1] in self.channels, x.shape[-1] in self.widths
+        if first and not last:
+            return 1
+        if first == last and (first or x.ndim > 3):
+            raise UnsupportedSiteError(
+                f"{draw.path or 'the model'}: which axis of a tensor of shape {tuple(x.shape)} is its width, the "
+                "second or the last, cannot be told from the layers of the model. Say so: "
+                "convert_dropout(..., width=lambda path, x: axis)."
+            )
+        return x.ndim - 1
+
+
+def widths_of(model: nn.Module) -> tuple[set[int], set[int]]:
+    """How many channels convolutions of a model have, and how wide its linear layers, norms and embeddings are."""
+    channels: set[int] = set()
+    widths: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            channels |= {module.in_channels, module.out_channels}
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            channels.add(module.num_features)
+        elif isinstance(module, nn.Linear):
+            widths |= {module.in_features, module.out_features}
+        elif isinstance(module, nn.LayerNorm):
+            widths.add(module.normalized_shape[-1])
+        elif isinstance(module, nn.Embedding):
+            widths.add(module.embedding_dim)
+    return channels, widths
 
 
 def axis_by_history(x: Tensor, most: int = 24) -> int | None:
