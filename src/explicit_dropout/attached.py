@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Place(Protocol):
 
 
 class Attached(ABC):
-    """Penalties collected while a model runs, to be added to the loss."""
+    """Hooks on a model that collect what a penalty is made of, and how to be rid of them."""
 
     model: nn.Module
     sites: Sequence[Place]
@@ -39,26 +39,13 @@ class Attached(ABC):
         self._total, self._collector = Total(), Collector()
         self._removed = False
 
-    def __call__(self) -> Tensor:
-        """Σ λ J over the forward passes since the last call, as one float32 number to add to the loss.
-
-        Several forward passes count as one batch. A module that fires several times in one (a shared layer) adds up.
-        """
-        if torch.compiler.is_compiling():  # or every step of a schedule would be compiled anew
-            outside = torch.compiler.disable(self._taken)  # type: ignore[no-untyped-call]
-            return outside()  # type: ignore[no-any-return]
-        return self._taken()
-
-    def _taken(self) -> Tensor:
+    def _collected(self) -> list[list[Any]]:
+        """What was collected in each forward pass since the last call."""
         if self._removed:
             raise CollectionError("the regulariser was removed from its model; attach a new one")
         if self._collector.inert:
             raise CollectionError("this regulariser is a copy, and copies are not attached; attach a new one")
-        return self._penalty(self._collector.take())
-
-    @abstractmethod
-    def _penalty(self, forwards: list[list[Term]]) -> Tensor:
-        """The penalty of these forward passes."""
+        return self._collector.take()
 
     @abstractmethod
     def strengths(self) -> dict[str, float]:
@@ -103,6 +90,27 @@ class Attached(ABC):
 
     def __repr__(self) -> str:
         return self.summary()
+
+
+class LayerLevel(Attached):
+    """A penalty that is complete once the model has run, of which nothing but its layers has to be known."""
+
+    def __call__(self) -> Tensor:
+        """Σ λ J over the forward passes since the last call, as one float32 number to add to the loss.
+
+        Several forward passes count as one batch. A module that fires several times in one (a shared layer) adds up.
+        """
+        if torch.compiler.is_compiling():  # or every step of a schedule would be compiled anew
+            outside = torch.compiler.disable(self._taken)  # type: ignore[no-untyped-call]
+            return outside()  # type: ignore[no-any-return]
+        return self._taken()
+
+    def _taken(self) -> Tensor:
+        return self._penalty(self._collected())
+
+    @abstractmethod
+    def _penalty(self, forwards: list[list[Term]]) -> Tensor:
+        """The penalty of these forward passes."""
 
 
 def firings(forwards: list[list[Term]], reduction: Reduction) -> Iterable[tuple[list[Term], int | Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import kernels
-from explicit_dropout.attached import Attached, firings, uncompiled
+from explicit_dropout.attached import LayerLevel, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.hooks.collector import MOST_FORWARDS, Term
 from explicit_dropout.hooks.plan import Plan
@@ -20,29 +20,25 @@ from explicit_dropout.hooks.total import Share
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (
     Place,
-    check_components,
     check_exact,
-    chosen_layers,
-    laws,
     no_forward,
     places_of,
     refuse_chunks,
     refuse_replaced,
-    refuse_second,
     refuse_sharded,
     refuse_unknown,
     silent_sites,
-    unmatched,
 )
-from explicit_dropout.sites import COMPONENTS, Dropout, Layer, Site, find_layers, sites_of
-from explicit_dropout.strengths import Schedule, Strength, by_layer
+from explicit_dropout.selection import Silenced, select
+from explicit_dropout.sites import COMPONENTS, Layer, Site
+from explicit_dropout.strengths import Strength
 from explicit_dropout.table import table
 from explicit_dropout.weights import column_norms, is_sharded, modules_under_fsdp, sharded_energy
 
 __all__ = ["MOST_FORWARDS", "ExplicitDropout"]
 
 
-class ExplicitDropout(Attached):
+class ExplicitDropout(LayerLevel):
     """J = Σ_sites λ_site · ½ E‖deviation at the site‖² (paper Eqs. 20–22), collected while the model runs.
 
         reg = xd.ExplicitDropout(model, xd.inverted(0.2), value=1e-3, feed_forward=1e-3)
@@ -88,8 +84,6 @@ class ExplicitDropout(Attached):
         **unknown: Never,
     ) -> None:
         refuse_unknown(unknown, type(self))
-        given = (query, key, query_key, value, attended_value, feed_forward)
-        strengths = {c: s for c, s in zip(COMPONENTS, given, strict=True) if s is not None}
         if not isinstance(model, nn.Module):
             raise InputError("model", "a torch.nn.Module", type(model).__name__)
         if reading not in ("model", "paper"):
@@ -101,38 +95,20 @@ class ExplicitDropout(Attached):
         for name, flag in (("disable_dropout", disable_dropout), ("require_all", require_all)):
             if not isinstance(flag, bool):
                 raise InputError(name, "True or False", repr(flag))
-        if not strengths:
-            raise InputError("strengths", f"given for at least one of {', '.join(COMPONENTS)}", "none")
         super().__init__()
-        self._laws = laws(noise, strengths)
-        model = uncompiled(model)
-        refuse_second(model)
-        found = find_layers(model)
-        if not found:
-            raise unmatched(model)
-        check_components(model, found, strengths)
-        number = found[-1].index + 1
-        chosen = chosen_layers(layers, number)
-        schedules = {component: by_layer(component, strength, number) for component, strength in strengths.items()}
-
-        self.model, self.reading = model, reading
+        given = (query, key, query_key, value, attended_value, feed_forward)
+        self.model = model = uncompiled(model)
+        selection = select(model, noise, dict(zip(COMPONENTS, given, strict=True)), layers)
+        self.reading = reading
         self.noise = noise if isinstance(noise, Noise) else dict(noise)
         self.reduction = reduction or ("sample" if reading == "paper" else "token")
         self.require_all = require_all
-        self.sites: list[Site] = []
-        self.silenced: list[tuple[Dropout, float]] = []
-        self._schedules: dict[str, Schedule] = {}
+        self.sites: list[Site] = selection.sites
+        self.silenced = Silenced()
+        self._laws, self._schedules = selection.laws, selection.schedules
         self._handles: list[RemovableHandle] = []
         self._places: list[Place] = []
         self._sharding_known = False
-        places: list[tuple[Layer, list[Site]]] = []
-        for layer in found:
-            wanted = [site for site in sites_of(layer) if site.component in schedules and layer.index in chosen]
-            active = [site for site in wanted if not schedules[site.component][layer.index].is_off]
-            self._schedules |= {site.name: schedules[site.component][layer.index] for site in active}
-            self.sites += active
-            if active:
-                places.append((layer, active))
         for site in self.sites:
             check_exact(site, self._laws[site.component], reading)
         self._by_name = {site.name: site for site in self.sites}
@@ -140,9 +116,9 @@ class ExplicitDropout(Attached):
         refuse_chunks(model, self.sites)
         try:
             if self.sites:
-                self._attach(places, padding)
+                self._attach(selection.places, padding)
             if disable_dropout:
-                self._silence()
+                self.silenced.switch_off(self.sites)
         except BaseException:
             self.remove()
             raise
@@ -166,22 +142,12 @@ class ExplicitDropout(Attached):
                 plan.add(layer, own, tap)
         plan.register(self._handles)
 
-    def _silence(self) -> None:
-        for site in self.sites:
-            for dropout in site.source.described.dropouts:
-                rate = getattr(dropout.module, dropout.name, 0.0)
-                if rate:
-                    self.silenced.append((dropout, rate))
-                    setattr(dropout.module, dropout.name, 0.0)
-
     def remove(self) -> None:
         """Take every hook off and give the model its stochastic dropout back."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for dropout, rate in self.silenced:
-            setattr(dropout.module, dropout.name, rate)
-        self.silenced.clear()
+        self.silenced.switch_on()
         super().remove()
 
     # ------------------------------------------------------------------------------------------ reading
@@ -277,14 +243,7 @@ class ExplicitDropout(Attached):
         ]
         if self._removed:
             lines.append("Removed: nothing is attached any more.")
-        if self.silenced:
-            paths = {module: path for path, module in self.model.named_modules()}
-            places = [f"{paths.get(d.module) or '(model)'}.{d.name} = {rate:g}" for d, rate in self.silenced]
-            lines.append(
-                f"Stochastic dropout switched off at {len(places)} places until remove(): {', '.join(places[:4])}"
-                + (", …" if len(places) > 4 else "")
-            )
-        return "\n".join(lines)
+        return "\n".join(lines + self.silenced.lines(self.model))
 
     def _law_names(self) -> str:
         if isinstance(self.noise, Noise):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import checks
-from explicit_dropout.attached import Attached, firings, uncompiled
+from explicit_dropout.attached import LayerLevel, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.hooks.collector import Term
 from explicit_dropout.hooks.dice import Interception, Others
@@ -32,7 +32,7 @@ __all__ = ["KINDS", "DropoutTwins", "Twin", "convert_dropout"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-class DropoutTwins(Attached):
+class DropoutTwins(LayerLevel):
     """What `convert_dropout` returns; called like an `ExplicitDropout`."""
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from explicit_dropout.attached import Attached
+from explicit_dropout.attached import LayerLevel
 
 
 class Journal:
@@ -17,7 +17,7 @@ class Journal:
     its sites; `strength/<component>` its λ, averaged over them.
     """
 
-    def __init__(self, regulariser: Attached) -> None:
+    def __init__(self, regulariser: LayerLevel) -> None:
         self.regulariser = regulariser
         self.sums: dict[str, Tensor | float] = {}
         self.count = 0
@@ -41,7 +41,7 @@ class Journal:
         return means
 
 
-def by_component(regulariser: Attached, strengths: Mapping[str, float]) -> dict[str, Tensor | float]:
+def by_component(regulariser: LayerLevel, strengths: Mapping[str, float]) -> dict[str, Tensor | float]:
     """The terms of the last call and the strengths they had, gathered by component."""
     terms = regulariser.terms()
     found: dict[str, Tensor | float] = {}

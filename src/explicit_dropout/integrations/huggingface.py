@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from explicit_dropout.attached import Attached
+from explicit_dropout.attached import LayerLevel
 from explicit_dropout.errors import InputError
 from explicit_dropout.integrations import Journal
 
@@ -38,8 +38,8 @@ class ExplicitDropoutMixin:
         regulariser: an `ExplicitDropout`, or what `convert_dropout` returned, of the model that is trained.
     """
 
-    def __init__(self, *args: Any, regulariser: Attached, **kwargs: Any) -> None:
-        if not isinstance(regulariser, Attached):
+    def __init__(self, *args: Any, regulariser: LayerLevel, **kwargs: Any) -> None:
+        if not isinstance(regulariser, LayerLevel):
             raise InputError(
                 "regulariser",
                 "an ExplicitDropout, or what convert_dropout returned, of the model",
@@ -120,7 +120,7 @@ class ExplicitDropoutTrainer(ExplicitDropoutMixin, Trainer):
     """`transformers.Trainer` with a `regulariser`."""
 
 
-def _check_model(model: nn.Module, regulariser: Attached) -> None:
+def _check_model(model: nn.Module, regulariser: LayerLevel) -> None:
     """A regulariser on another model would never see a forward pass of this one."""
     if not any(module is regulariser.model for module in model.modules()):
         raise InputError(

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from explicit_dropout.attached import Attached
+from explicit_dropout.attached import LayerLevel
 from explicit_dropout.errors import InputError
 from explicit_dropout.integrations import by_component
 
@@ -50,7 +50,7 @@ def join(loss: Tensor, penalty: Tensor) -> None:
         raise InputError("loss", expected, str(error)) from error
 
 
-def collected(regulariser: Attached) -> bool:
+def collected(regulariser: LayerLevel) -> bool:
     """Whether there was a training forward pass since the regulariser was last called."""
     collector = regulariser._collector
     return any(slot.complete.items() for slot in (collector.compiled, collector.own()))
@@ -70,8 +70,8 @@ class ExplicitDropoutCallback(Callback):
         log: whether to log `penalty`, `penalty/<component>` and `strength/<component>`.
     """
 
-    def __init__(self, regulariser: Attached, *, log: bool = True) -> None:
-        if not isinstance(regulariser, Attached):
+    def __init__(self, regulariser: LayerLevel, *, log: bool = True) -> None:
+        if not isinstance(regulariser, LayerLevel):
             raise InputError(
                 "regulariser",
                 "an ExplicitDropout, or what convert_dropout returned, of the model",

@@ -1,0 +1,91 @@
+"""Which sites of a model are regularised, each with its law and its strength, and whose dice stop meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from explicit_dropout.errors import InputError
+from explicit_dropout.noise import Noise
+from explicit_dropout.refusals import check_components, chosen_layers, laws, refuse_second, unmatched
+from explicit_dropout.sites import Component, Dropout, Layer, Site, find_layers, sites_of
+from explicit_dropout.strengths import Schedule, Strength, by_layer
+
+
+@dataclass(frozen=True)
+class Selection:
+    """All layers of a model, the chosen sites by layer, the schedule of each by its name, and each component's law."""
+
+    layers: list[Layer]
+    places: list[tuple[Layer, list[Site]]]
+    schedules: dict[str, Schedule]
+    laws: dict[Component, Noise]
+
+    @property
+    def sites(self) -> list[Site]:
+        return [site for _, sites in self.places for site in sites]
+
+
+def select(
+    model: nn.Module,
+    noise: Noise | Mapping[str, Noise],
+    strengths: Mapping[Component, Strength | None],
+    layers: int | Iterable[int] | None,
+) -> Selection:
+    """The sites of a model that has no regulariser yet whose strength is ever above 0. Strengths may be None: off."""
+    given = {component: strength for component, strength in strengths.items() if strength is not None}
+    if not given:
+        raise InputError("strengths", f"given for at least one of {', '.join(strengths)}", "none")
+    by_component = laws(noise, given)
+    refuse_second(model)
+    found = find_layers(model)
+    if not found:
+        raise unmatched(model)
+    check_components(model, found, given)
+    number = found[-1].index + 1
+    chosen = chosen_layers(layers, number)
+    of_layers = {component: by_layer(component, strength, number) for component, strength in given.items()}
+    places: list[tuple[Layer, list[Site]]] = []
+    schedules: dict[str, Schedule] = {}
+    for layer in found:
+        wanted = {
+            site: of_layers[site.component][layer.index]
+            for site in sites_of(layer)
+            if site.component in of_layers and layer.index in chosen
+        }
+        active = [site for site, schedule in wanted.items() if not schedule.is_off]
+        schedules |= {site.name: wanted[site] for site in active}
+        if active:
+            places.append((layer, active))
+    return Selection(found, places, schedules, by_component)
+
+
+class Silenced(list[tuple[Dropout, float]]):
+    """Stochastic dropout that is switched off for a while, and the rates it has had."""
+
+    def switch_off(self, sites: Iterable[Site]) -> None:
+        """All that the layers of these sites hold."""
+        for site in sites:
+            for dropout in site.source.described.dropouts:
+                rate = getattr(dropout.module, dropout.name, 0.0)
+                if rate:
+                    self.append((dropout, rate))
+                    setattr(dropout.module, dropout.name, 0.0)
+
+    def switch_on(self) -> None:
+        for dropout, rate in self:
+            setattr(dropout.module, dropout.name, rate)
+        self.clear()
+
+    def lines(self, model: nn.Module) -> list[str]:
+        """What to say of it in a summary."""
+        if not self:
+            return []
+        paths = {module: path for path, module in model.named_modules()}
+        places = [f"{paths.get(dropout.module) or '(model)'}.{dropout.name} = {rate:g}" for dropout, rate in self]
+        more = ", …" if len(places) > 4 else ""
+        return [
+            f"Stochastic dropout switched off at {len(places)} places until remove(): {', '.join(places[:4])}{more}"
+        ]
