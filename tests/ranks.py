@@ -185,7 +185,43 @@ def ddp_looking_for_unused_parameters(rank):
     data_parallel(rank, attach_first=True, noise=xd.inverted(0.2), find_unused_parameters=True)
 
 
+@case
+def ddp_followed_to_the_loss(rank):
+    noise, strengths = xd.inverted(0.2), {"query": 0.5, **LINEAR}
+    alone = Model()
+    reg = xd.LossLevelDropout(alone, noise, **strengths)
+    outputs = alone(BATCH).mean(1)
+    (outputs.square().mean() + reg(outputs)).backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()}, reg.terms()
+    for settings in ({}, {"find_unused_parameters": True}):
+        model = Model()
+        reg = xd.LossLevelDropout(model, noise, **strengths)
+        model = DistributedDataParallel(model, **settings)
+        for _ in range(3):
+            model.zero_grad()
+            outputs = model(mine(rank)).mean(1)
+            (outputs.square().mean() + reg(outputs)).backward()
+            compare(model, reg.terms(), expected)
+    model = Model()
+    reg = xd.LossLevelDropout(model, noise, **strengths)
+    model = DistributedDataParallel(model, static_graph=True)
+    outputs = model(mine(rank)).mean(1)
+    with pytest.raises(xd.UnsupportedSiteError, match="static_graph"):
+        reg(outputs)
+
+
 # ---------------------------------------------------------------------------------------------- FSDP2
+
+
+@case
+def fsdp_refuses_to_follow_to_the_loss(rank):
+    with pytest.raises(xd.UnsupportedSiteError, match="fully_shard"):
+        xd.LossLevelDropout(sharded(Model(), True), xd.inverted(0.2), value=1.0)
+    model = Model()
+    reg = xd.LossLevelDropout(model, xd.inverted(0.2), value=1.0)
+    outputs = sharded(model, False)(mine(rank)).mean(1)
+    with pytest.raises(xd.UnsupportedSiteError, match="fully_shard"):
+        reg(outputs)
 
 
 def sharded(model, reshard):

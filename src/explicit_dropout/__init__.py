@@ -12,6 +12,7 @@ from explicit_dropout.errors import (
     UnmatchedModelError,
     UnsupportedSiteError,
 )
+from explicit_dropout.loss_level import LossLevelDropout
 from explicit_dropout.noise import Noise, bernoulli, gaussian, inverted, paper
 from explicit_dropout.regulariser import ExplicitDropout
 from explicit_dropout.sites import (
@@ -40,6 +41,7 @@ __all__ = [
     "ExplicitDropoutError",
     "FeedForward",
     "InputError",
+    "LossLevelDropout",
     "Noise",
     "Pairs",
     "Projection",

@@ -128,6 +128,20 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
         )
 
 
+def check_reached(site: Site, noise: Noise) -> None:
+    """Refuse what cannot be followed to the loss: an input that is not known, or a share of a weight that is not."""
+    described = site.source.described
+    reason = described.refused.get(site.component) if isinstance(described, Attention) else described.obstacle
+    if reason is None and site.projection is not None and site.projection.rows is not None and site.projection.called:
+        reason = adapter_obstacle(site.projection.module)
+        _refuse_own_forward(site, noise)
+    if reason:
+        raise UnsupportedSiteError(
+            f"{site.name}: {reason}. Leave it out ({site.component}={{layer: strength, …}} names layers), or describe "
+            "the module in a rule of your own: @xd.register_rule."
+        )
+
+
 LIBRARIES = ("torch.nn.", "torchvision.", "timm.", "transformers.")
 """Whose linear layers are known to do what nn.Linear does, also where they write it anew."""
 

@@ -10,15 +10,16 @@ from torch.utils.hooks import RemovableHandle
 from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
 from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore, failed
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
+from explicit_dropout.hooks.loss_level import ArgumentsReached, InputReached, LeaveAttention
 from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
 from explicit_dropout.hooks.twins import LeaveHook
 from explicit_dropout.sites import SCORES, Attention, Layer, Site
 
-TAKING = ColumnsHook, SquaresHook, AttendedHook, InputHook
+TAKING = ColumnsHook, SquaresHook, AttendedHook, InputHook, InputReached, ArgumentsReached
 """Hooks that take the input of a module, and so have to see what it is in the end, whatever others make of it."""
 READING = *TAKING, BeginHook, PartBefore
 """The same, with those that read the arguments of a call. Those of the whole model are read by who opens its pass."""
-TIDYING = EndHook, LeaveHook, RootAfter
+TIDYING = EndHook, LeaveHook, LeaveAttention, RootAfter
 """Hooks that have to run after a call that failed, too."""
 
 
