@@ -114,11 +114,17 @@ def test_every_row_trains_and_is_deterministic_in_eval_mode(row: str, model: Mod
 @pytest.mark.parametrize("feed_forward", get_args(FeedForwardTreatment))
 @pytest.mark.parametrize("attention", get_args(AttentionTreatment))
 def test_every_pair_of_treatments_makes_a_training_step(attention: str, feed_forward: str) -> None:
+    parts = attention.split("_")[0], feed_forward
+    if "loss" in parts and {"explicit", "arora", "activation_l2", "weight_decay"} & set(parts):
+        with pytest.raises(InputError, match="not both at once"):
+            list(treatments(f"{attention}+{feed_forward}", [STRENGTH]))
+        return
     (treatment,) = treatments(f"{attention}+{feed_forward}", [STRENGTH])
     built = small(treatment)
     penalty = attach(built, treatment)
     assert (penalty is not None) == treatment.has_penalty
-    loss = built(images()).square().mean() + (0 if penalty is None else penalty())
+    outputs = built(images())
+    loss = outputs.square().mean() + (0 if penalty is None else penalty(outputs))
     loss.backward()
     assert torch.isfinite(loss)
 
@@ -231,6 +237,22 @@ def test_the_penalty_of_every_row_is_the_closed_form_of_what_its_layers_see(row:
     added = penalty()
     torch.testing.assert_close(added.double(), expected(model, treatment), rtol=1e-5, atol=0)
     torch.testing.assert_close(added.double(), STRENGTH * sum(penalty.terms().values()).double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("row", "places"), [("loss_q+none", ["query"]), ("loss_v+loss", ["value", "feed_forward"])])
+def test_a_row_that_is_followed_to_the_loss_has_the_term_of_dropout_at_its_rate(row: str, places: list[str]) -> None:
+    (treatment,) = treatments(row, [STRENGTH], rate=0.3, reduction="sample")  # of which there is no choice here
+    assert treatment.row == f"{row} [p = 0.3]"
+    model = small(treatment)
+    penalty = attach(model, treatment)
+    added = penalty(model(images()))
+    other = small(treatment)
+    with xd.LossLevelDropout(other, xd.inverted(0.3), **dict.fromkeys(places, STRENGTH)) as reg:
+        torch.testing.assert_close(added, reg(other(images())))
+        assert penalty.terms().keys() == reg.terms().keys()
+    model(images())
+    with pytest.raises(InputError, match="outputs"):
+        penalty()
 
 
 def test_rows_for_queries_and_keys_are_the_same_row_under_the_papers_law() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from explicit_dropout.errors import InputError, StoreError
-from explicit_dropout.lab import data
+from explicit_dropout.lab import data, penalties
 from explicit_dropout.lab.config import Data, Execution, Model, Run, Training, Treatment
 from explicit_dropout.lab.rows import treatments
 from explicit_dropout.lab.store import RunFolder, Store
@@ -203,6 +203,32 @@ def test_a_compiled_training_is_the_eager_one_within_rounding(tmp_path: Path) ->
     compiled = trained(run, tmp_path / "compiled", replace(EXACT, compile=True))
     losses = [[line["train_loss"] for line in folder.metrics()] for folder in (eager, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+FOLLOWED = Treatment("loss_v", "loss", strength=1.0)
+
+
+def test_a_penalty_that_is_followed_to_the_loss_trains_and_is_logged_by_site(tmp_path: Path) -> None:
+    lines = trained(replace(RUN, treatment=FOLLOWED), tmp_path).metrics()
+    assert lines[-1]["train_loss"] < lines[0]["train_loss"]
+    assert lines[-1]["penalty"] == pytest.approx(sum(lines[-1]["terms"].values()), rel=1e-5)
+    assert [name for name in lines[-1]["terms"] if name.startswith("blocks.1")] == [
+        "blocks.1.attention:value", "blocks.1.feed_forward.fc1:feed_forward", "blocks.1.feed_forward.fc2:feed_forward",
+    ]  # fmt: skip
+
+
+def test_a_penalty_that_is_followed_to_the_loss_refuses_a_step_that_is_compiled_or_replayed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"execution\.compile` must be false: loss_v\+loss"):
+        trained(replace(RUN, treatment=FOLLOWED), tmp_path, replace(EXACT, compile=True))
+    with pytest.raises(InputError, match=r"execution\.cuda_graphs` must be false"):
+        penalties.refuse(FOLLOWED, replace(EXACT, cuda_graphs=True), "accuracy")
+
+
+def test_a_penalty_that_is_followed_to_the_loss_refuses_examples_of_several_classes() -> None:
+    with pytest.raises(InputError, match="several classes"):
+        penalties.refuse(FOLLOWED, EXACT, "mean_average_precision")
+    penalties.refuse(FOLLOWED, EXACT, "accuracy")
+    penalties.refuse(Treatment("explicit_v", "explicit", strength=1.0), EXACT, "mean_average_precision")
 
 
 def test_compiled_runs_of_one_process_are_not_mistaken_for_each_other(tmp_path: Path, monkeypatch) -> None:

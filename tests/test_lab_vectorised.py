@@ -412,6 +412,15 @@ def test_runs_are_grouped_by_shape_and_none_is_lost() -> None:
     assert {run.key for group in found for run in group} == {run.key for run in (*together, *apart)}
 
 
+def test_runs_whose_penalty_is_followed_to_the_loss_are_trained_alone(tmp_path: Path) -> None:
+    runs = [replace(EXPLICIT, treatment=Treatment("loss_v", "loss", strength=1.0), seed=seed) for seed in range(2)]
+    assert [len(group) for group in groups(runs)] == [1, 1]
+    store, alone = Store(tmp_path / "engine"), Store(tmp_path / "alone")
+    Vectorised(processes=1)(runs, store, EXECUTION, lambda _: None)
+    train(runs[0], alone.folder(runs[0]), EXECUTION)
+    assert written(store.folder(runs[0])) == written(alone.folder(runs[0]))
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_group_of_the_first_run_comes_first_however_small_it_is(processes, tmp_path: Path, monkeypatch) -> None:
     quick = replace(QUICK, epochs=1)

@@ -23,10 +23,11 @@ Augmentation = Literal["none", "crop_flip", "autoaugment"]
 AttentionTreatment = Literal[
     "none", "implicit_v", "dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head",
     "explicit_q", "explicit_k", "explicit_qk", "explicit_v", "explicit_av", "arora_q", "arora_k", "arora_v",
+    "loss_q", "loss_k", "loss_v",
 ]  # fmt: skip
 STOCHASTIC_ATTENTION = ("dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head")
 FeedForwardTreatment = Literal[
-    "none", "implicit", "implicit_inputs", "explicit", "arora", "activation_l2", "weight_decay",
+    "none", "implicit", "implicit_inputs", "explicit", "arora", "loss", "activation_l2", "weight_decay",
 ]  # fmt: skip
 LawName = Literal["paper", "bernoulli", "inverted"]
 
@@ -181,9 +182,9 @@ class Treatment(Settings):
     Args:
         attention: none; stochastic: implicit_v (`nn.Dropout` on the input of the value projection), dropout (of
             attention weights), drop_attention (renormalised), the same by column, drop_key, drop_head; or a penalty:
-            explicit_{q,k,qk,v,av}, arora_{q,k,v}.
+            explicit_{q,k,qk,v,av}, arora_{q,k,v}, loss_{q,k,v} (of dropout on its input, followed to the loss).
         feed_forward: none, implicit (`nn.Dropout` after the activation and at the end), implicit_inputs (on the inputs
-            of both layers, where explicit stands for it), explicit, arora; or a control for the whole model:
+            of both layers, where explicit stands for it), explicit, arora, loss; or a control for the whole model:
             activation_l2 (of everything that a residual branch adds) and weight_decay (by the optimiser).
         rate: the drop rate p.
         strength: λ, shared by the penalties of attention and feed-forward.
@@ -218,6 +219,10 @@ class Treatment(Settings):
             raise InputError(
                 "treatment.strength", "above 0 with a penalty, and 0 without one", f"{self.strength:g} for {self.row}"
             )
+        if self.is_loss_level and has_strength(*(_unless_loss(part) for part in (self.attention, self.feed_forward))):
+            raise InputError(
+                "treatment", "a penalty that is followed to the loss, or others, and not both at once", self.row
+            )
         for name, applies in self._applying().items():
             default = next(entry.default for entry in fields(self) if entry.name == name)
             if getattr(self, name) != default and not applies:
@@ -233,7 +238,7 @@ class Treatment(Settings):
         return {
             "law": self.is_explicit,
             "reading": self.is_explicit,
-            "reduction": self.has_penalty,
+            "reduction": self.has_penalty and not self.is_loss_level,
             "span": self.attention.startswith("drop_attention"),
             "decreasing": stochastic,
             "extra_dropout": not self.feed_forward.startswith("implicit"),
@@ -255,6 +260,11 @@ class Treatment(Settings):
         return self.attention.startswith("explicit") or self.feed_forward == "explicit"
 
     @property
+    def is_loss_level(self) -> bool:
+        """Whether the penalty is followed to the loss: then it needs the outputs of the model."""
+        return self.attention.startswith("loss_") or self.feed_forward == "loss"
+
+    @property
     def row(self) -> str:
         """The name of the table row: the paper's, with what differs from the paper's settings in brackets."""
         treated = (self.attention, self.feed_forward) != ("none", "none")
@@ -274,8 +284,12 @@ class Treatment(Settings):
 
 def has_strength(attention: str, feed_forward: str) -> bool:
     """Whether a pair of treatments has anything that λ is the strength of."""
-    kinds = ("explicit", "arora", "activation_l2", "weight_decay")
-    return attention.startswith(("explicit", "arora")) or feed_forward in kinds
+    kinds = ("explicit", "arora", "loss", "activation_l2", "weight_decay")
+    return attention.startswith(("explicit", "arora", "loss")) or feed_forward in kinds
+
+
+def _unless_loss(part: str) -> str:
+    return "none" if part.startswith("loss") else part
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a treatment adds to the loss: explicit dropout, the regulariser of Arora et al., and activation L2."""
+"""What a treatment adds to the loss: explicit dropout, also followed to the loss, Arora et al., activation L2."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout import functional
-from explicit_dropout.errors import CollectionError
-from explicit_dropout.lab.config import Treatment
+from explicit_dropout.errors import CollectionError, InputError
+from explicit_dropout.lab.config import Execution, Metric, Treatment
 from explicit_dropout.lab.models import Transformer
+from explicit_dropout.loss_level import LossLevelDropout
 from explicit_dropout.noise import Noise, bernoulli, inverted, paper
 from explicit_dropout.regulariser import ExplicitDropout
 
@@ -24,22 +25,41 @@ def attach(model: Transformer, treatment: Treatment) -> Penalty | None:
     return Penalty(model, treatment) if treatment.has_penalty else None
 
 
+def refuse(treatment: Treatment, execution: Execution, metric: Metric) -> None:
+    """What cannot be followed to the loss: compiled steps, and losses whose curvature depends on the labels."""
+    if not treatment.is_loss_level:
+        return
+    for name in ("compile", "cuda_graphs"):
+        if getattr(execution, name):
+            raise InputError(f"execution.{name}", f"false: {treatment.row} differentiates the model twice", "true")
+    if metric != "accuracy":
+        raise InputError(
+            "treatment", "another one for examples of several classes: how their loss curves depends on how many",
+            treatment.row,
+        )  # fmt: skip
+
+
 class Penalty:
     """λ Σ J over the sites of a treatment, read after each forward pass.
 
-    loss = cross_entropy(model(x), y) + penalty()
+    logits = model(x)
+    loss = cross_entropy(logits, y) + penalty(logits)
     """
 
     def __init__(self, model: Transformer, treatment: Treatment) -> None:
         self.strength = treatment.strength
         self.explicit: ExplicitDropout | None = None
+        self.loss_level: LossLevelDropout | None = None
         self.others: list[LinearTerms | OutputTerms] = []
         components: dict[str, Any] = {}
-        if treatment.attention.startswith("explicit_"):
-            components[COMPONENTS[treatment.attention.removeprefix("explicit_")]] = 1.0
-        if treatment.feed_forward == "explicit":
+        kind, _, place = treatment.attention.partition("_")
+        if kind in ("explicit", "loss"):
+            components[COMPONENTS[place]] = 1.0
+        if treatment.feed_forward in ("explicit", "loss"):
             components["feed_forward"] = 1.0
-        if components:
+        if treatment.is_loss_level:
+            self.loss_level = LossLevelDropout(model, inverted(treatment.rate), disable_dropout=False, **components)
+        elif components:
             self.explicit = ExplicitDropout(
                 model,
                 LAWS[treatment.law](treatment.rate),
@@ -57,13 +77,16 @@ class Penalty:
             self.others.append(OutputTerms(model, treatment))
         self._terms: dict[str, Tensor] = {}
 
-    def __call__(self) -> Tensor:
-        """λ Σ J of the forward pass just made."""
-        return self.strength * self.unweighted()
+    def __call__(self, outputs: Tensor | None = None) -> Tensor:
+        """λ Σ J of the forward pass just made, which has led to these outputs."""
+        return self.strength * self.unweighted(outputs)
 
-    def unweighted(self) -> Tensor:
+    def unweighted(self, outputs: Tensor | None = None) -> Tensor:
         """Σ J of the forward pass just made, as one float32 number with gradients."""
         parts, self._terms = [], {}
+        if self.loss_level is not None:
+            parts.append(self.loss_level(outputs))  # which says that it needs them, if they are not given
+            self._terms |= self.loss_level.terms()
         if self.explicit is not None:
             parts.append(self.explicit())
             self._terms |= self.explicit.terms()

@@ -56,7 +56,8 @@ def treatments(row: str, strengths: Iterable[float], *, law: LawName = "paper", 
     base: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, **settings}
     if attention.startswith("explicit") or feed_forward == "explicit":
         base["law"] = law
-    if not has_strength(attention, "none" if feed_forward == "weight_decay" else feed_forward):
+    averaged = "none" if feed_forward in ("weight_decay", "loss") else feed_forward
+    if attention.startswith("loss_") or not has_strength(attention, averaged):
         base.pop("reduction", None)
     for strength in strengths:
         if has_strength(attention, feed_forward):

@@ -70,6 +70,7 @@ class _Training:
         self.dataset, self.place = dataset, place
         self.record = Record(run, folder, dataset, execution.checkpoint_seconds)
         self.model = build(run, dataset, place.device)
+        penalties.refuse(run.treatment, execution, dataset.metric)
         penalty = penalties.attach(self.model, run.treatment)
         forward: Callable[[Tensor], Tensor] = self.model
         if place.ranks > 1:

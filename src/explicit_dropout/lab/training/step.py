@@ -63,7 +63,7 @@ class Step:
         with self.autocast():
             logits = self.forward(x)
         task = metrics.task_loss(logits, y, self.training.label_smoothing)
-        penalty = torch.zeros_like(task) if self.penalty is None else self.penalty()
+        penalty = torch.zeros_like(task) if self.penalty is None else self.penalty(logits)
         (task + penalty).backward()  # type: ignore[no-untyped-call]
         if self.training.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip)
