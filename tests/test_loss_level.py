@@ -277,6 +277,20 @@ def test_frozen_layers_are_followed_to_the_loss():
     assert model.encoder.layers[0].linear1.weight.grad is None
 
 
+def test_a_fused_layer_that_is_frozen_with_all_before_it_is_followed_to_the_loss():
+    terms, x = [], images(2)
+    for frozen in (False, True):
+        model = vit().requires_grad_(not frozen)
+        model.head.requires_grad_()
+        with xd.LossLevelDropout(model, xd.inverted(0.2), query=1.0, value=1.0) as reg:
+            reg(model(x)).backward()
+            terms.append(reg.terms())
+    assert all(term > 0 for term in terms[0].values())
+    assert_close(*terms)
+    assert model.head.weight.grad.abs().sum() > 0
+    assert model.blocks[0].attn.qkv.weight.grad is None
+
+
 def test_models_are_copied_and_saved_with_their_hooks():
     model = classifier()
     reg = xd.LossLevelDropout(model, xd.inverted(0.2), value=1.0, feed_forward=1.0)

@@ -125,16 +125,15 @@ class InputReached(Reaching):
 class RowsReached(Reaching):
     """After a fused layer, of which each site has some rows."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        if self.watching(module):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
+        if not self.changing(module):
+            return None
+        own = output if output.requires_grad else output.detach().requires_grad_()
+        if not repeating(self.collector, module):
             x = only_input(self.sites[0].path, args, kwargs)
-            if not output.requires_grad:
-                raise CollectionError(
-                    f"{self.sites[0].path}: neither its fused layer nor what comes before it is trained, so nothing "
-                    "tells how much its input matters. Leave the layer out by layers=."
-                )
             for site in self.sites:
-                self.leave(site, x, output, site.projection)
+                self.leave(site, x, own, site.projection)
+        return None if own is output else own
 
 
 class ArgumentsReached(Reaching):
