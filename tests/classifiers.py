@@ -39,18 +39,18 @@ def inputs(batch=4, seed=1):
 class Linear(nn.Module):
     """The last layer of a feed-forward network is all that lies between the noise and the outputs."""
 
-    def __init__(self):
+    def __init__(self, hidden=8):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.fc1, self.fc2 = nn.Linear(6, hidden), nn.Linear(hidden, 6)
 
     def forward(self, x):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
 class Network(nn.Module):
-    def __init__(self):
+    def __init__(self, hidden=8):
         super().__init__()
-        self.mlp = Linear()
+        self.mlp = Linear(hidden)
 
     def forward(self, x):
         return self.mlp(x)

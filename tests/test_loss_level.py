@@ -65,6 +65,22 @@ def test_it_is_the_mean_divergence_that_small_noise_causes(component):
     assert abs(penalty - mean) < 4 * error, f"{penalty:.4g} is not {mean:.4g} ± {error:.2g}"
 
 
+def test_it_is_the_mean_increase_of_the_loss_under_real_masks_over_many_inputs_of_which_none_moves_much():
+    """nn.Dropout itself, and labels that the model's own predictions weigh."""
+    torch.manual_seed(0)
+    model, masks = Network(hidden=512).double().train(), 20_000
+    x = torch.randn(1, 6, dtype=torch.float64)
+    with xd.LossLevelDropout(model, xd.inverted(0.1), feed_forward=1.0) as reg:
+        clean = model(x)
+        reg(clean)
+    with torch.no_grad():
+        dropped = F.dropout(F.gelu(model.mlp.fc1(x)).expand(masks, -1), 0.1)
+        increase = (clean.softmax(-1) * (clean.log_softmax(-1) - model.mlp.fc2(dropped).log_softmax(-1))).sum(-1)
+    mean, error = increase.mean().item(), (increase.std() / masks**0.5).item()
+    assert error < 0.02 * mean, "too few masks to tell"
+    assert abs(reg.terms()["mlp.fc2:feed_forward"].item() - mean) < 4 * error
+
+
 def test_with_a_linear_way_to_a_squared_error_it_is_all_that_dropout_adds():
     """At any rate, not only a small one: E mse(masked) − mse, by every mask that there is."""
     torch.manual_seed(0)
