@@ -26,7 +26,7 @@ demo: $(VENV)/.installed  ## train a small ViT on real digits with and without d
 test: $(VENV)/.triton lint  ## lint, types and all tests; those of kernels once more, interpreted
 	$(RUN) -m pytest --numprocesses 2 --dist worksteal
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(RUN) -m pytest --numprocesses 2 --dist worksteal -k 'not compil' \
-		tests/test_kernels.py tests/test_lab_attention.py tests/test_lab_augment.py
+		tests/test_kernels.py tests/test_activated.py tests/test_lab_attention.py tests/test_lab_augment.py
 
 lint: $(VENV)/.families
 	$(RUN) -m ruff check .

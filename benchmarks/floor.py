@@ -5,6 +5,7 @@ A pass is one read or one write of a tensor, in the precision that the model has
     energy of an output          4   read it; in the backward pass read it and its gradient, write the gradient
     column energies of an input  4   likewise; 1 where autocast lowers the input: it is summed in the pass that lowers
                                      it, and its gradient is made in the pass that widens the gradient again
+    the same around an activation that kernels make (`kernels.activated`): 0, since it reads and writes both anyway
     column norms of a weight     4   read it; in the backward pass read it, add to its gradient
     scores                       4   for each of queries and keys that enters, whatever is made of them
 
@@ -27,7 +28,7 @@ from treatments import Treatment
 
 import explicit_dropout as xd
 from explicit_dropout.functional.batch import coherent_part_needed
-from explicit_dropout.kernels import lowered
+from explicit_dropout.kernels import activation_of, lowered
 from explicit_dropout.sites import Projection, Site
 
 
@@ -51,23 +52,34 @@ class Calls:
     def __init__(self, model: nn.Module) -> None:
         self.inputs: dict[nn.Module, tuple[int, bool]] = {}
         self.row_bytes: dict[nn.Module, int] = {}
+        self.ends: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.activations: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of those that kernels make
         for module in model.modules():
+            if activation_of(module) is not None:
+                module.register_forward_hook(lambda _, args, output: self.activations.append((args[0], output)))
             if isinstance(getattr(module, "weight", None), Tensor) and module.weight.ndim == 2:  # type: ignore[union-attr]
                 module.register_forward_hook(self.see)
 
     def see(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         x, lower = args[0], lowered(args[0])
+        self.ends[module] = x, output
         size = (x if lower is None else torch.empty((), dtype=lower)).element_size()
         self.inputs[module] = x.numel() * size, lower is not None
         self.row_bytes[module] = output.numel() // output.shape[-1] * output.element_size()
 
     def output(self, projection: Projection) -> int:
-        """Bytes of what a projection has made."""
+        """Bytes of what a projection has made, if they have to be read for themselves."""
+        made = self.ends[projection.module][1]
+        if any(made is given for given, _ in self.activations):
+            return 0
         return self.row_bytes[projection.module] * projection.shape[0]
 
     def columns(self, projection: Projection) -> int:
         """Bytes that the column energies of its input and of its weight cost."""
         size, is_lowered = self.inputs[projection.module]
+        given = self.ends[projection.module][0]
+        if any(given is made for _, made in self.activations):
+            size = 0
         weight, _ = projection.parameters()
         return (1 if is_lowered else 4) * size + 4 * weight.numel() * weight.element_size()
 

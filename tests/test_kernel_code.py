@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from explicit_dropout.kernels import (
+    triton_activated,
     triton_along,
     triton_attended,
     triton_energy,
@@ -144,6 +145,19 @@ def test_penalties(shape, compiled):
     triton_attended.square_gradients(x, norms, triton_attended.squares(x, norms))
     last = "_short_gradients" if dtype != torch.float32 and tokens <= 65 else "_attended_keys"
     assert {form for name, form, _ in compiled if name == last} == set(FLOATS)
+    assert [found for found in compiled if found[2] > FEW] == []
+
+
+@pytest.mark.parametrize("compiled", MEMORY, indirect=True)
+@pytest.mark.parametrize("kind", triton_activated.KINDS)
+@pytest.mark.parametrize("added", [True, False], ids=["with its bias", "without"])
+def test_activations(added, kind, compiled):
+    x, bias, mask = empty(25216, 3072, dtype=torch.bfloat16), empty(3072), empty(25216, dtype=torch.uint8)
+    for coherent, by_column, own_mask in ((True, False, None), (False, True, mask), (True, True, mask)):
+        _, energies, columns = triton_activated.activate(x, bias, own_mask, kind, added, coherent, by_column)
+        given = energies if coherent else None, columns if by_column else None
+        triton_activated.gradients(x, bias, own_mask, x, *given, kind, added)
+    assert len(compiled) == 6
     assert [found for found in compiled if found[2] > FEW] == []
 
 

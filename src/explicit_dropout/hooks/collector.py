@@ -108,6 +108,8 @@ class Slot:
         samples: how many the whole model was given, and models inside it.
         observed: calls of layers under way, by layer.
         passed: hooks that want to know whether the model changes a tensor in place, the tensor, and its version.
+        left: an output on its way to an activation. made: by kernels, for an activation under way. activated: what came
+            out of one, and its columns if kernels have them.
     """
 
     def __init__(self) -> None:
@@ -121,13 +123,18 @@ class Slot:
         self.samples: Samples = {}
         self.observed: dict[str, Observed] = {}
         self.passed: list[tuple[Any, Tensor, int]] = []
+        self.left: Any = None
+        self.made: Tensor | None = None
+        self.activated: tuple[Tensor, Tensor | None] | None = None
 
     def begin(self, padding: Padding, samples: Samples) -> None:
         self.open, self.pending, self.observed, self.passed = True, EMPTY, {}, []
+        self.left = self.made = self.activated = None
         self.padding, self.unpadded, self.samples = padding, (), samples
 
     def abandon(self) -> None:
         self.open, self.opened_compiled, self.pending, self.observed, self.passed = False, False, EMPTY, {}, []
+        self.left = self.made = self.activated = None
 
     def take(self) -> list[list[Term]]:
         forwards: list[list[Term]] = []
@@ -159,6 +166,7 @@ class Collector:
         self.sharded = False  # whether weights are gathered for each layer's call and taken away after it
         self.held: dict[str, Tensor | None] = {}  # the weights of the model itself, by site
         self.lengths: dict[str, Lengths] = {}  # of sequences of sound, by the model that shortens them
+        self.networks: list[Any] = []  # what is known of activations, each told when a pass begins
         self.compiled = Slot()
         self.threads = Threads()
 
@@ -212,6 +220,8 @@ class Collector:
             )
         else:
             self.compiled.begin(call.padding, given)  # for layers that are compiled one by one
+            for network in self.networks:
+                network.begin()
         own.begin(call.padding, given)
 
     def end(self) -> None:
@@ -229,6 +239,10 @@ class Collector:
 
     def _look_for_changes(self, slot: Slot) -> None:
         """Which outputs the model has changed in place during this pass: of those a copy has to be kept."""
+        if slot.left is not None and slot.left.deferred:
+            left = slot.left
+            self.abandon()
+            raise left.missed()
         touched = [hook for hook, tensor, version in slot.passed if tensor._version != version]
         without_copy = [hook.site.name for hook in touched if hook.untouched]
         for hook, _, _ in slot.passed:

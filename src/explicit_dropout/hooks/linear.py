@@ -8,18 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout import kernels
+from explicit_dropout.hooks.activation import Between, Left
 from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, product_and_bias
-from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, projection_of
+from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, in_order, projection_of
 from explicit_dropout.sites import Site
 
 
 class ColumnsHook(TapHook):
-    """Before a projection: the column energies of its input, where kernels take them as it passes through."""
+    """Before a projection: the column energies of its input, where kernels take them as it passes through.
 
-    def __init__(self, tap: Tap, site: Site) -> None:
+    between: what is known of an activation that its input may come from.
+    """
+
+    def __init__(self, tap: Tap, site: Site, between: Between | None = None) -> None:
         super().__init__(tap)
-        self.site = site
+        self.site, self.between = site, between
         self.plain = is_plain_linear(projection_of(site).module)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -29,11 +33,16 @@ class ColumnsHook(TapHook):
         if not kernels.serves(x):
             return None
         passed = self.tap.penalise(self.site, self._term, x)
-        return with_input(passed, args, kwargs)
+        return None if passed is None else with_input(passed, args, kwargs)
 
-    def _term(self, x: Tensor) -> Tensor:
+    def _term(self, x: Tensor) -> Tensor | None:
         tokens, mask = by_sample(self.tap, x)
         lower = kernels.lowered(x) if self.plain else None
+        if self.between is not None and lower is None:
+            columns = self._known(self.between, x)
+            if columns is not None:
+                self.tap.add(self.site, None, columns, tokens, mask, self.tap.incoherence, self.tap.norms(self.site))
+                return None
         flags, norms = in_order(mask, tokens, x), None
         if kernels.by_triton(x) and not self.tap.collector.sharded:  # both at once: launches are dear
             weight, _ = projection_of(self.site).parameters()
@@ -44,13 +53,27 @@ class ColumnsHook(TapHook):
         self.tap.add(self.site, None, columns, tokens, mask, self.tap.incoherence, norms)
         return passed
 
+    def _known(self, between: Between, x: Tensor) -> Tensor | None:
+        """The columns of x, if they were taken as an activation made it."""
+        slot = self.tap.collector.slot()
+        activated, slot.activated = slot.activated, None
+        if activated is None or activated[0] is not x:
+            between.refused.add("columns")
+            return None
+        if activated[1] is None:
+            between.shown.add("columns")
+        return activated[1]
+
 
 class LinearHook(TapHook):
-    """After a projection: the penalty of a value or feed-forward site, as far as no hook before it has taken it."""
+    """After a projection: the penalty of a value or feed-forward site, as far as no hook before it has taken it.
 
-    def __init__(self, tap: Tap, site: Site) -> None:
+    before, after: what is known of an activation that its input may come from, and of one that its output may go to.
+    """
+
+    def __init__(self, tap: Tap, site: Site, before: Between | None = None, after: Between | None = None) -> None:
         super().__init__(tap)
-        self.site = site
+        self.site, self.before, self.after = site, before, after
         self.untouched: bool | None = None
         """Whether the model leaves the projection's output as it is; unknown before the first forward pass."""
 
@@ -74,32 +97,62 @@ class LinearHook(TapHook):
         if not tap.coherent:
             return None
         tokens, mask = by_sample(tap, x)
-        passed, energies = kernels.passing(
-            output, bias=projection.offset(), mask=in_order(mask, tokens, x), rows=rows, copied=not self.untouched
-        )
+        flags, bias, slot = in_order(mask, tokens, x), projection.offset(), tap.collector.slot()
+        left = self._left(output, bias, tokens, mask, flags)
+        if left is not None and left.deferred:
+            return None
+        passed, energies = kernels.passing(output, bias=bias, mask=flags, rows=rows, copied=not self.untouched)
+        if left is not None:
+            left.output, left.version = passed, passed._version
         tap.add(self.site, energies, None, tokens, mask, tap.coherence, piece=tap.coherent_piece)
-        slot = tap.collector.slot()
         if self.untouched is not False and slot.open:
             slot.passed.append((self, passed, passed._version))
         return passed
+
+    def _left(
+        self, output: Tensor, bias: Tensor | None, tokens: Tensor, mask: Tensor | None, flags: Tensor | None
+    ) -> Left | None:
+        """What is left for an activation to find, in eager code: the output as it is, with its energy or without."""
+        between, slot = self.after, self.tap.collector.slot()
+        if slot.left is not None and slot.left.deferred:
+            raise slot.left.missed()
+        slot.left = None
+        if between is not None and kernels.serves_activated(output) and not self.tap.collector.sharded:
+            deferred = "coherent" in between.ready
+            slot.left = Left(
+                between, self.site, output, output._version, output, bias, True, tokens, mask, flags, deferred
+            )  # fmt: skip
+        found: Left | None = slot.left
+        return found
 
     def _plain_term(self, x: Tensor, output: Tensor) -> None:
         tap = self.tap
         tokens, mask = by_sample(tap, x)
         tap.coherently(self.site, tokens, _like_tokens(projection_of(self.site).of(output), x, tokens), mask)
         if not kernels.serves(x):  # or the hook before the projection has taken its columns
-            tap.incoherently(self.site, tokens, mask)
+            self._incoherently(x, tokens, mask)
+
+    def _incoherently(self, x: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
+        """The part that columns of the input make; in compiled code an activation may have taken them."""
+        tap, slot = self.tap, self.tap.collector.slot()
+        if self.before is not None and torch.compiler.is_compiling():
+            activated, slot.activated = slot.activated, None
+            if activated is not None and activated[0] is x and activated[1] is not None:
+                tap.add(self.site, None, activated[1], tokens, mask, tap.incoherence, tap.norms(self.site))
+                return
+        tap.incoherently(self.site, tokens, mask)
 
     def _apart(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """The product x Wᵀ by itself, and the bias, where compiled code should have them so.
 
         The energy is of the product without the bias, which has no gradient from it. Taken from the output it has two
         that cancel, each a pass over all tokens. Other hooks may have changed the output, and it stays as it is then.
-        So does that of a layer which makes other things besides: adding their biases later takes more passes.
+        So does that of a layer which makes other things besides: adding their biases later takes more passes. An
+        activation that kernels make adds the bias, and its gradient is a by-product there.
         """
         projection = projection_of(self.site)
-        fused = projection.rows is not None
-        if not (torch.compiler.is_compiling() and self.tap.coherent) or fused:
+        wanted = self.tap.coherent or self.after is not None
+        if not (torch.compiler.is_compiling() and wanted) or projection.rows is not None:
             return None
         return None if len(projection.module._forward_hooks) > 1 else product_and_bias(projection.module, x)
 
@@ -107,23 +160,26 @@ class LinearHook(TapHook):
         """The term from a product, and the output anew. The compiler drops the output that there was."""
         tap, projection = self.tap, projection_of(self.site)
         tokens, mask = by_sample(tap, x)
-        own, less = product, None
-        if self.site.component == "value":  # attention keeps values, so their energy is made of what it keeps
-            fixed = bias.detach()
-            own, less = product + fixed.to(product.dtype), projection.of(fixed)
-        energies = kernels.plain.energies(_like_tokens(projection.of(own), x, tokens), less, mask)
-        tap.add(self.site, energies, None, tokens, mask, tap.coherence, piece=tap.coherent_piece)
-        tap.incoherently(self.site, tokens, mask)
-        return product + bias.to(product.dtype)
+        output = product + bias.to(product.dtype)
+        left = None
+        if self.after is not None:
+            flags = in_order(mask, tokens, x)
+            left = Left(self.after, self.site, output, None, product, bias, False, tokens, mask, flags)
+        self._incoherently(x, tokens, mask)
+        if tap.coherent:
+            own, less = product, None
+            if self.site.component == "value":  # attention keeps values, so their energy is made of what it keeps
+                fixed = bias.detach()
+                own, less = product + fixed.to(product.dtype), projection.of(fixed)
+            energies = kernels.plain.energies(_like_tokens(projection.of(own), x, tokens), less, mask)
+            tap.add(self.site, energies, None, tokens, mask, tap.coherence, piece=tap.coherent_piece)
+            if left is not None and tap.collector.slot().open:
+                left.link = tap.collector.slot().pending
+        tap.collector.slot().left = left
+        return output
 
 
 def _like_tokens(made: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
     """What a projection has made of x, in the order of the tokens that x is read as."""
     made = made.transpose(0, 1) if x.ndim > 2 and tokens is not x else made
     return made.reshape(*tokens.shape[:-1], -1)
-
-
-def in_order(mask: Tensor | None, tokens: Tensor, x: Tensor) -> Tensor | None:
-    """The mask of tokens in the order in which x has them."""
-    swapped = x.ndim > 2 and tokens is not x
-    return mask.transpose(0, 1) if mask is not None and swapped else mask

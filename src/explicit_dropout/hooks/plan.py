@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from explicit_dropout import kernels
+from explicit_dropout.hooks.activation import Activation, AfterActivation, BeforeActivation, Between
 from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
 from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore, failed
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.loss_level import ArgumentsReached, InputReached, LeaveAttention
 from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
 from explicit_dropout.hooks.twins import LeaveHook
-from explicit_dropout.sites import SCORES, Attention, Layer, Site
+from explicit_dropout.sites import SCORES, Attention, FeedForward, Layer, Site
 
 TAKING = ColumnsHook, SquaresHook, AttendedHook, InputHook, InputReached, ArgumentsReached
 """Hooks that take the input of a module, and so have to see what it is in the end, whatever others make of it."""
@@ -63,6 +67,7 @@ class Plan:
         self.before: dict[nn.Module, list[Any]] = {model: [self.root]}
         self.after: dict[nn.Module, list[Any]] = {}
         self.parts: set[str] = {""}
+        self.places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
 
     def add(self, layer: Layer, sites: list[Site], tap: Tap) -> None:
         """What the sites of one layer need."""
@@ -73,8 +78,10 @@ class Plan:
         if isinstance(described, Attention):
             self._add_attention(described, sites, tap)
             return
+        between = self._between(layer, described, sites, tap)
         for site in sites:
-            self._add_linear(site, tap)
+            last = site.projection is described.layers[-1]
+            self._add_linear(site, tap, before=between if last else None, after=None if last else between)
         if described.module is not None and described.padding is not None:
             self._before(described.module, BeginHook(tap))
             self._after(described.module, EndHook(tap))
@@ -86,11 +93,32 @@ class Plan:
             part = self.model.get_submodule(holder)
             self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, holder, self.model))
 
-    def _add_linear(self, site: Site, tap: Tap) -> None:
+    def _add_linear(self, site: Site, tap: Tap, before: Between | None = None, after: Between | None = None) -> None:
         module = projection_of(site).module
         if tap.noise.variance:
-            self._before(module, ColumnsHook(tap, site))
-        self._after(module, LinearHook(tap, site))
+            self._before(module, ColumnsHook(tap, site, before))
+        self._after(module, LinearHook(tap, site, before, after))
+
+    def _between(self, layer: Layer, network: FeedForward, sites: list[Site], tap: Tap) -> Between | None:
+        """Hooks on the activations of a feed-forward network, if it has some that kernels make."""
+        around = zip(*(path.split(".")[:-1] for path in layer.layer_paths), strict=False)
+        common = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, around))
+        found = {
+            module: kind
+            for module in self.model.get_submodule(common).modules()
+            if (kind := kernels.activation_of(module)) is not None and self.places[module] == 1
+        }
+        if not found:
+            return None
+        between = Between()
+        self.collector.networks.append(between)
+        last = any(site.projection is network.layers[-1] for site in sites)
+        for module, kind in found.items():
+            self.places[module] += 1  # another network around this one leaves it alone
+            activation = Activation(tap, between, kind, last)
+            self._before(module, BeforeActivation(activation))
+            self._after(module, AfterActivation(activation))
+        return between
 
     def _add_attention(self, attention: Attention, sites: list[Site], tap: Tap) -> None:
         at_projection = [site for site in sites if site.component == "value" and attention.value.called]

@@ -277,6 +277,12 @@ def by_sample(tap: Tap, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return x, mask
 
 
+def in_order(mask: Tensor | None, tokens: Tensor, x: Tensor) -> Tensor | None:
+    """The mask of tokens in the order in which x has them."""
+    swapped = x.ndim > 2 and tokens is not x
+    return mask.transpose(0, 1) if mask is not None and swapped else mask
+
+
 class SeenHook(TapHook):
     """On a projection inside attention: keep its input and output until the attention is done."""
 

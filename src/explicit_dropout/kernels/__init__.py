@@ -9,6 +9,7 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
     incoherent Σ_i x_ij² and Σ_i W_ij² for every column of a layer's input and weight, for compiled code;
                Σ_i x_sij² for every sample and column
     gram       Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
+    activated  an activation, with the energies of its input and of its output
     attended   Σ_ia A_ia² x_a of attention weights that are not kept
     spreads    ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, from matrices of a head
     reach      Σ_a Σ_c Y_ac (k_a · W_:c)², what is incoherent in causal scores, Y_a the squares that reach a
@@ -21,6 +22,7 @@ of the others it launches itself (`inlining`).
 """
 
 from explicit_dropout.kernels import plain
+from explicit_dropout.kernels.activated import activated, activation_of, serves_activated
 from explicit_dropout.kernels.attended import attended_spread, serves_attended
 from explicit_dropout.kernels.energy import by_triton, columns, lowered, passing, passing_to, serves
 from explicit_dropout.kernels.gram import scores, serves_scores
@@ -30,6 +32,8 @@ from explicit_dropout.kernels.reach import joint_reach, reach, serves_reach
 from explicit_dropout.kernels.spreads import joint_spread, serves_spread, spread
 
 __all__ = [
+    "activated",
+    "activation_of",
     "attended_spread",
     "by_triton",
     "columns",
@@ -44,6 +48,7 @@ __all__ = [
     "reach",
     "scores",
     "serves",
+    "serves_activated",
     "serves_attended",
     "serves_incoherent",
     "serves_reach",

@@ -20,7 +20,7 @@ from explicit_dropout.kernels.launch import Launch
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
-BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+BLOCK_ROWS, BLOCK_COLUMNS = 16, 128
 PROGRAMS = 512
 """About how many programs share a tensor: enough to fill a large GPU, few enough for small partial sums."""
 

@@ -12,10 +12,11 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from explicit_dropout.kernels.launch import Launch
-from explicit_dropout.kernels.triton_energy import BLOCK_COLUMNS, BLOCK_ROWS, PROGRAMS
+from explicit_dropout.kernels.triton_energy import BLOCK_COLUMNS, PROGRAMS
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
 
+BLOCK_ROWS = 32
 WEIGHT_ROWS = 4 * BLOCK_ROWS
 """How many rows of a weight one program takes."""
 FEW_COLUMNS = 32

@@ -1,0 +1,384 @@
+"""Activations made by kernels, with the energies around them: the kernels, and the hooks that put them into models."""
+
+import copy
+import importlib
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import lookup_backend
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import explicit_dropout as xd
+from explicit_dropout import kernels
+
+activated = importlib.import_module("explicit_dropout.kernels.activated")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+fused = pytest.mark.skipif(
+    not kernels.by_triton(torch.zeros(1, device=DEVICE)), reason="no GPU, and Triton does not interpret its kernels"
+)
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+KINDS = list(activated.PLAIN)
+SHAPES = [(3, 5, 7), (2, 16, 256), (2, 50, 130), (0, 4, 8), (4, 0, 8), (1, 1, 1)]
+if DEVICE == "cuda":
+    SHAPES += [(33, 65, 384), (7, 197, 3072), (10007, 33)]
+WANTED = {"coherent": (True, False), "columns": (False, True), "both": (True, True)}
+LAWS = {"paper": xd.paper(0.2), "inverted": xd.inverted(0.2), "bernoulli": xd.bernoulli(0.2)}
+
+
+def draw(shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def plainly(kind, x, bias, mask, added):
+    """σ(h) and both energies in float64, written down anew."""
+    h = x if added else x + bias
+    deviation = x - bias if added and bias is not None else x
+    made = {"gelu": F.gelu, "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"), "silu": F.silu, "relu": F.relu}[kind](
+        h
+    )
+    counted = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else mask
+    energies = (deviation.square() * counted[..., None]).sum()
+    return made, energies, (made.square() * counted[..., None]).flatten(0, -2).sum(0)
+
+
+def compare(function, kind, shape, dtype, *, added, masked, coherent, by_column, rounding):
+    mask = draw(shape[:-1], seed=5) > -0.3 if masked else None
+    passing, weights = draw(shape, seed=4), draw(shape[-1:], seed=3)
+    found = []
+    for exact in (False, True):
+        x, bias = draw(shape, dtype, 1), draw(shape[-1:], seed=2) / 2
+        x, bias = ((one.double() if exact else one).requires_grad_() for one in (x, bias))
+        if exact:
+            made, energies, columns = plainly(kind, x, bias, mask, added)
+        else:
+            made, energies, columns = function(kind, x, bias, mask, added=added, coherent=coherent, by_column=by_column)
+            energies, columns = energies.sum(), columns.sum(0) if columns.ndim == 2 else columns
+        loss = (made.double() * passing).sum()
+        loss = loss + 0.7 * energies if coherent else loss
+        loss = loss + (weights * columns).sum() if by_column else loss
+        gradients = torch.autograd.grad(loss, (x, bias), allow_unused=True)
+        wanted = [made, *([energies] if coherent else []), *([columns] if by_column else []), gradients[0]]
+        wanted += [torch.zeros_like(bias) if gradients[1] is None else gradients[1]]
+        found.append([one.detach().double() for one in wanted])
+    for one, other in zip(*found, strict=True):
+        scale = other.abs().max().item() if other.numel() else 0.0
+        assert_close(one, other, rtol=rounding, atol=rounding * scale)
+
+
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@fused
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("added", [True, False], ids=["with its bias", "without"])
+def test_kernels_equal_what_is_written_down_in_float64(kind, wanted, added):
+    coherent, by_column = WANTED[wanted]
+    choices = {"added": added, "coherent": coherent, "by_column": by_column}
+    for shape in SHAPES:
+        for masked in (False, True):
+            compare(
+                kernels.activated,
+                kind,
+                shape,
+                torch.float32,
+                masked=masked,
+                **choices,
+                rounding=ROUNDING[torch.float32],
+            )
+    for dtype in (torch.bfloat16, torch.float16):
+        compare(kernels.activated, kind, (2, 16, 256), dtype, masked=True, **choices, rounding=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("added", [True, False])
+def test_the_operator_has_a_plain_form_for_other_devices_with_the_same_gradients(kind, added):
+    def operator(kind, x, bias, mask, *, added, coherent, by_column):
+        return torch.ops.explicit_dropout.activated(x, bias, mask, kind, added, coherent, by_column)
+
+    for coherent, by_column in WANTED.values():
+        compare(
+            operator, kind, (2, 5, 7), torch.float32, added=added, masked=True, coherent=coherent, by_column=by_column,
+            rounding=1e-5,
+        )  # fmt: skip
+
+
+def test_the_operators_are_registered_soundly():
+    x, bias, mask = draw((2, 5, 7)).requires_grad_(), draw((7,), seed=2).requires_grad_(), draw((2, 5)) > 0
+    for added in (True, False):
+        torch.library.opcheck(torch.ops.explicit_dropout.activated, (x, bias, mask, "gelu", added, True, True))
+        slopes = torch.ops.explicit_dropout.activated(x, bias, mask, "gelu", added, True, True)
+        given = (x.detach(), bias.detach(), mask, *(slope.detach() for slope in slopes), "gelu", added)
+        torch.library.opcheck(torch.ops.explicit_dropout.activated_gradients, given)
+
+
+@fused
+def test_the_same_bits_every_time():
+    x, bias = draw((3, 40, 200), torch.bfloat16), draw((200,), seed=2)
+    made = [kernels.activated("gelu", x, bias, by_column=True) for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
+@fused
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("added", [True, False])
+def test_second_derivatives_are_right(kind, added):
+    def second(function):
+        x, bias = draw((2, 3, 5)).requires_grad_(), draw((5,), seed=2).requires_grad_()
+        made, energies, columns = function(x, bias)
+        loss = made.sin().sum() + energies.sum() + (columns.sum(0) if columns.ndim == 2 else columns).sum()
+        first = torch.autograd.grad(loss, (x, bias), create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), (x, bias))
+
+    found = second(lambda x, bias: kernels.activated(kind, x, bias, added=added, by_column=True))
+    expected = second(lambda x, bias: plainly(kind, x, bias, None, added))
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_out_is_what_torch_makes_within_a_rounding(kind):
+    x = draw((700, 3072), torch.bfloat16)
+    made, expected = kernels.activated(kind, x, None, coherent=False)[0], activated.PLAIN[kind](x)
+    assert (made != expected).float().mean() < 1e-3
+    assert_close(made, expected, rtol=2**-7, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- in models
+
+
+class Network(nn.Module):
+    def __init__(self, activation=nn.GELU, between=None, after=None):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(12, 20), activation(), nn.Linear(20, 12)
+        self.between, self.after = between, after
+
+    def forward(self, x):
+        x = self.fc1(x)
+        x = self.act(x if self.between is None else self.between(x))
+        return self.fc2(x if self.after is None else self.after(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, make=Network, layers=2):
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+        self.checkpointed = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x))
+        return x
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Which energies kernels are asked for as they make activations, one after the other."""
+    found = []
+
+    def counted(kind, *given, added, coherent, by_column):
+        found.append((kind, coherent, by_column))
+        return activated.activated(kind, *given, added=added, coherent=coherent, by_column=by_column)
+
+    monkeypatch.setattr(kernels, "activated", counted)
+    return found
+
+
+def step(model, reg, x, forward=None):
+    """The penalty, its terms and all gradients, in float64."""
+    model.zero_grad()
+    ((model if forward is None else forward)(x).square().mean() + (penalty := reg())).backward()
+    gradients = {name: parameter.grad.double().clone() for name, parameter in model.named_parameters()}
+    return penalty.item(), {name: term.item() for name, term in reg.terms().items()}, gradients
+
+
+def same(found, expected, rounding=1e-5):
+    assert_close(found[0], expected[0], rtol=rounding, atol=0)
+    assert_close(found[1], expected[1], rtol=rounding, atol=0)
+    for name, gradient in found[2].items():
+        assert_close(gradient, expected[2][name], rtol=1e-4, atol=1e-5)
+
+
+def both(model, law, **options):
+    """A model and the same in float64, which no kernel serves, each with its penalty; and how to step either."""
+    exact = copy.deepcopy(model).double()
+    regs = [xd.ExplicitDropout(one, law, feed_forward=0.5, **options) for one in (model, exact)]
+    x = draw((3, 5, 12), seed=9)
+    return lambda: step(model, regs[0], x), lambda: step(exact, regs[1], x.double())
+
+
+@fused
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("activation", [nn.GELU, lambda: nn.GELU("tanh"), nn.SiLU, nn.ReLU])
+def test_from_the_second_pass_on_kernels_make_the_activation_and_nothing_changes(law, activation, made):
+    found, expected = both(Stack(lambda: Network(activation)).to(DEVICE).train(), LAWS[law])
+    wanted = {"paper": (True, False), "inverted": (False, True), "bernoulli": (True, True)}[law]
+    for number in range(3):
+        made.clear()
+        same(found(), expected())
+        assert [entry[1:] for entry in made] == ([wanted] * 2 if number else [])
+
+
+@fused
+@pytest.mark.parametrize("law", LAWS)
+def test_masked_tokens_do_not_count_there(law, made):
+    mask = torch.ones(3, 5, dtype=torch.bool, device=DEVICE)
+    mask[1, 2:] = mask[2, 4:] = False
+    padding = lambda path, x: mask  # noqa: E731, ARG005
+    found, expected = both(Stack().to(DEVICE).train(), LAWS[law], padding=padding)
+    for _ in range(2):
+        same(found(), expected())
+    assert len(made) == 2
+
+
+@fused
+@pytest.mark.parametrize("law", LAWS)
+def test_checkpointed_layers_are_repeated_as_they_were(law, made):
+    model = Stack().to(DEVICE).train()
+    model.checkpointed = True
+    found, expected = both(model, LAWS[law])
+    for _ in range(3):
+        same(found(), expected())
+    assert len(made) == 8  # two layers, two passes, once more each
+
+
+@fused
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("where", ["between", "after"])
+def test_what_stands_around_the_activation_is_seen_and_it_is_left_alone(where, law, made):
+    model = Stack(lambda: Network(**{where: lambda x: 1.5 * x})).to(DEVICE).train()
+    found, expected = both(model, LAWS[law])
+    for _ in range(3):
+        same(found(), expected())
+    possible = {"between": (False, True), "after": (True, False)}[where]
+    wanted = {"paper": (True, False), "inverted": (False, True), "bernoulli": (True, True)}[law]
+    left = tuple(one and other for one, other in zip(possible, wanted, strict=True))
+    assert [entry[1:] for entry in made] == ([left] * 4 if any(left) else [])
+
+
+@fused
+def test_an_activation_with_other_hooks_or_in_several_places_is_left_alone(made):
+    model = Stack().to(DEVICE).train()
+    seen = []
+    model.layers[0].act.register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
+    shared = Stack().to(DEVICE).train()
+    shared.layers[1].act = shared.layers[0].act
+    for one, number in ((model, 1), (shared, 0)):
+        made.clear()
+        found, expected = both(one, xd.bernoulli(0.2))
+        for _ in range(2):
+            same(found(), expected())
+        assert len(made) == number
+    assert set(seen) == {(3, 5, 20)}
+
+
+@fused
+def test_a_model_that_turns_to_another_activation_says_so_once(made):
+    model = Stack(layers=1).to(DEVICE).train()
+    found, expected = both(model, xd.paper(0.2))
+    for _ in range(2):
+        same(found(), expected())
+    model.layers[0].between = torch.tanh
+    with pytest.raises(
+        xd.CollectionError, match=r"layers\.0\.fc1.*has not gone to the activation.*run this step again"
+    ):
+        found()
+    made.clear()
+    for _ in range(2):
+        found()
+    assert made == []
+
+
+@fused
+def test_a_copy_of_the_model_is_not_regularised_and_computes_as_before():
+    model, x = Stack().to(DEVICE).train(), draw((3, 5, 12), seed=9)
+    reg = xd.ExplicitDropout(model, xd.bernoulli(0.2), feed_forward=0.5)
+    for _ in range(2):
+        model(x)
+        reg()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_close(other(x), model(x))
+        reg.discard()
+
+
+@fused
+def test_evaluation_leaves_the_activation_to_the_model(made):
+    model, x = Stack().to(DEVICE).train(), draw((3, 5, 12), seed=9)
+    expected = model(x)
+    reg = xd.ExplicitDropout(model, xd.bernoulli(0.2), feed_forward=0.5)
+    for _ in range(2):
+        model(x)
+        reg()
+    made.clear()
+    assert torch.equal(model.eval()(x), expected)
+    reg.remove()
+    assert torch.equal(model.train()(x), expected)
+    assert made == []
+
+
+# ---------------------------------------------------------------------------------------------- compiled
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler, and the operators in the graphs that it was given; without a GPU in their plain form."""
+    torch.compiler.reset()
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kernels, "serves_activated", lambda x: torch.compiler.is_compiling() and bool(x.numel()))
+    found = []
+
+    def compiler(graph, inputs):
+        found.append([node.args[-2:] for node in graph.graph.nodes if "dropout.activated" in str(node.target)])
+        return lookup_backend("inductor" if DEVICE == "cuda" else "aot_eager")(graph, inputs)
+
+    return compiler, found
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU])
+def test_compiled_code_has_the_activation_made_from_the_first_pass_on(law, activation, compiler):
+    model = Stack(lambda: Network(activation)).to(DEVICE).train()
+    exact, x = copy.deepcopy(model).double(), draw((3, 5, 12), seed=9)
+    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in (model, exact)]
+    fast = torch.compile(model, backend=compiler[0], fullgraph=True)
+    for _ in range(3):
+        same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
+    wanted = {"paper": (True, False), "inverted": (False, True), "bernoulli": (True, True)}[law]
+    assert compiler[1] == [[wanted] * 2]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("where", ["between", "after"])
+def test_compiled_code_sees_what_stands_around_the_activation(where, law, compiler):
+    model = Stack(lambda: Network(**{where: torch.tanh})).to(DEVICE).train()
+    exact, x = copy.deepcopy(model).double(), draw((3, 5, 12), seed=9)
+    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in (model, exact)]
+    fast = torch.compile(model, backend=compiler[0], fullgraph=True)
+    for _ in range(2):
+        same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
+    assert len(compiler[1]) == 1
+
+
+# ---------------------------------------------------------------------------------------------- what is one
+
+
+def test_activations_are_known_by_what_they_are():
+    from transformers.activations import ACT2FN
+
+    class Own(nn.GELU):
+        pass
+
+    known = {nn.GELU(): "gelu", nn.GELU("tanh"): "gelu_tanh", nn.SiLU(): "silu", nn.ReLU(): "relu"}
+    unknown = [nn.SiLU(inplace=True), nn.ReLU(inplace=True), nn.Tanh(), nn.Linear(2, 2), Own()]
+    known |= {ACT2FN["gelu"]: "gelu", ACT2FN["gelu_pytorch_tanh"]: "gelu_tanh", ACT2FN["silu"]: "silu"}
+    unknown += [ACT2FN["gelu_new"], ACT2FN["gelu_python"], ACT2FN["quick_gelu"], ACT2FN["relu2"]]
+    assert {module: kernels.activation_of(module) for module in known} == known
+    assert [kernels.activation_of(module) for module in unknown] == [None] * len(unknown)
+    x = draw((50,)).cpu()
+    for module, name in known.items():
+        assert_close(module(x), activated.PLAIN[name](x))
