@@ -45,7 +45,7 @@ QUESTIONS = (
         ((FOLLOWED, DROPPED), (DROPPED, NONE), (FOLLOWED, NONE)),
     ),
     Question(
-        "Does a penalty that is followed to the loss do better than one of the layers alone, or than dropout?",
+        "Does a penalty that is followed to the loss beat those of the layers alone, and dropout?",
         tuple((STRONG, other) for other in (INVERTED, VALUES, DROPPED, NONE)),
     ),
 )

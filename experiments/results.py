@@ -78,7 +78,7 @@ CHOICES = ("recipe", "strength", "strength_gtzan")
 
 TABLES = (
     "table1", "table2", "table3", "table4", "table5", "rates", "label_noise", "noise", "few_images", "few_images_again",
-    "few_images_why", "few_cifar",
+    "few_images_why", "few_images_loss", "few_cifar",
 )  # fmt: skip
 
 
