@@ -179,7 +179,7 @@ KINDS = {
     "penalties": "|".join(f"^{name}" for name in OWN),
     "optimiser": r"multi_tensor_apply|[Aa]dam|lerp",
     "LayerNorm, with what is fused into it": r"layer_norm|GammaBeta",
-    "GELU, with what is fused into it": r"gelu",
+    "GELU, with what is fused into it": r"gelu|^_activate",
     "dropout": r"dropout|philox|rand|bernoulli",
     "sums over rows, such as gradients of biases": r"reduce_kernel|_red_fused|_per_fused",
     "copies, casts and zeros": r"copy|Memcpy|Memset|FillFunctor|CatArray|zero",

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import explicit_dropout as xd
 from explicit_dropout import kernels
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's, of activations
 activated = importlib.import_module("explicit_dropout.kernels.activated")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 fused = pytest.mark.skipif(

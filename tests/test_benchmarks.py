@@ -181,18 +181,18 @@ def test_plain_autograd_switches_every_kernel_off_and_on_again(monkeypatch):
 
 
 def test_the_floor_counts_four_passes_over_the_outputs_of_a_coherent_penalty():
-    """By hand: 5 tokens, value and second layer as wide as the model, the first layer as the feed-forward network."""
+    """By hand: 5 tokens, value and second layer as wide as the model; an activation has the first layer's energy."""
     rows = BATCH * 5
-    outputs = LAYERS * rows * (WIDTH + INNER + WIDTH) * 4
+    outputs = LAYERS * rows * (WIDTH + WIDTH) * 4
     assert least_bytes(TINY["ViT"], TREATMENTS["V+FF paper"], "cpu") == 4 * outputs
 
 
 def test_the_floor_counts_inputs_and_weights_of_an_incoherent_penalty_and_both_sides_of_scores():
     rows = BATCH * 5
-    inputs = LAYERS * rows * (WIDTH + WIDTH + INNER) * 4
+    inputs = LAYERS * rows * (WIDTH + WIDTH) * 4  # that of the second layer is an activation's output
     weights = LAYERS * (WIDTH * WIDTH + 2 * WIDTH * INNER) * 4
     assert least_bytes(TINY["ViT"], TREATMENTS["V+FF inverted"], "cpu") == 4 * (inputs + weights)
-    feed_forward = LAYERS * rows * (INNER + WIDTH) * 4
+    feed_forward = LAYERS * rows * WIDTH * 4
     assert least_bytes(TINY["ViT"], TREATMENTS["Q+FF paper"], "cpu") == 4 * (
         feed_forward + 2 * LAYERS * rows * WIDTH * 4
     )
@@ -216,11 +216,10 @@ def test_an_input_that_autocast_lowers_is_summed_on_the_way():
 
     rows = BATCH * 5
     weights = LAYERS * (WIDTH * WIDTH + 2 * WIDTH * INNER) * 4
-    wide = LAYERS * rows * INNER * 2  # the activation is in half precision already
     narrow = LAYERS * rows * 2 * WIDTH * 2  # what layer norm makes in float32
     found = least_bytes(Host(half, host.batch), TREATMENTS["V+FF inverted"], "cpu")
     assert calls_in_half
-    assert found == 4 * wide + narrow + 4 * weights
+    assert found == narrow + 4 * weights
 
 
 def test_what_has_no_floor_says_so():
