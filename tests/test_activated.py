@@ -278,6 +278,31 @@ def test_an_activation_with_other_hooks_or_in_several_places_is_left_alone(made)
     assert set(seen) == {(3, 5, 20)}
 
 
+class Gated(nn.Module):
+    """SwiGLU, as Llama has it, or with its two first layers one after the other."""
+
+    def __init__(self, ahead=False):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(12, 20), nn.Linear(12, 20), nn.Linear(20, 12)
+        self.act, self.ahead = nn.SiLU(), ahead
+
+    def forward(self, x):
+        if self.ahead:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+            return self.down_proj(self.act(gate) * up)
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+@fused
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_gated_network_has_the_energy_of_its_gate_taken_and_no_columns(law, ahead, made):
+    found, expected = both(Stack(lambda: Gated(ahead)).to(DEVICE).train(), LAWS[law])
+    for _ in range(3):
+        same(found(), expected())
+    assert {entry[1:] for entry in made} == (set() if ahead or law == "inverted" else {(True, False)})
+
+
 @fused
 def test_a_model_that_turns_to_another_activation_says_so_once(made):
     model = Stack(layers=1).to(DEVICE).train()
@@ -351,6 +376,18 @@ def test_compiled_code_has_the_activation_made_from_the_first_pass_on(law, activ
         same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
     wanted = {"paper": (True, False), "inverted": (False, True), "bernoulli": (True, True)}[law]
     assert compiler[1] == [[wanted] * 2]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_compiled_code_makes_activation_and_gate_at_once_itself(law, ahead, compiler):
+    model = Stack(lambda: Gated(ahead)).to(DEVICE).train()
+    exact, x = copy.deepcopy(model).double(), draw((3, 5, 12), seed=9)
+    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in (model, exact)]
+    fast = torch.compile(model, backend=compiler[0], fullgraph=True)
+    for _ in range(2):
+        same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
+    assert compiler[1] == [[]]
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -22,9 +22,16 @@ from explicit_dropout.sites import Site
 
 
 class Between:
-    """What passes have shown of one network: which energies, "coherent" or "columns", are taken at its activation."""
+    """What passes have shown of one network: which energies are taken at its activation.
 
-    def __init__(self) -> None:
+    Energies of outputs go by the names of their sites; those of the last layer's input are "columns".
+
+    gated: whether something else is multiplied by what comes out. Columns are then not of what the last layer is given,
+    and compiled code does better to make activation and product at once.
+    """
+
+    def __init__(self, *, gated: bool) -> None:
+        self.gated = gated
         self.ready: set[str] = set()
         self.shown: set[str] = set()
         self.refused: set[str] = set()
@@ -63,7 +70,7 @@ class Left:
 
     def missed(self) -> CollectionError:
         """It has not come to an activation, as it did before."""
-        self.between.refused.add("coherent")
+        self.between.refused.add(self.site.name)
         return CollectionError(
             f"{self.site.name}: the output of this layer has not gone to the activation that it went to before, so its "
             "penalty was not taken there. From now on it is taken at the layer itself: run this step again."
@@ -115,7 +122,7 @@ class BeforeActivation(TapHook):
         else:
             slot.left = None
             if not left.deferred:
-                between.shown.add("coherent")
+                between.shown.add(left.site.name)
                 left = None
         by_column = "columns" in between.ready
         if left is None and not by_column:
@@ -145,7 +152,7 @@ class AfterActivation(TapHook):
     def _compiled(self, x: Tensor) -> Tensor | None:
         slot, activation = self.tap.collector.slot(), self.activation
         left, slot.left = slot.left, None
-        if not kernels.serves_activated(x) or self.tap.collector.sharded:
+        if activation.between.gated or not kernels.serves_activated(x) or self.tap.collector.sharded:
             return None
         if left is not None and (left.between is not activation.between or left.output is not x):
             left = None

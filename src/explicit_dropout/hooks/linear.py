@@ -38,11 +38,10 @@ class ColumnsHook(TapHook):
     def _term(self, x: Tensor) -> Tensor | None:
         tokens, mask = by_sample(self.tap, x)
         lower = kernels.lowered(x) if self.plain else None
-        if self.between is not None and lower is None:
-            columns = self._known(self.between, x)
-            if columns is not None:
-                self.tap.add(self.site, None, columns, tokens, mask, self.tap.incoherence, self.tap.norms(self.site))
-                return None
+        known = None if self.between is None else self._known(self.between, x, lower)
+        if known is not None:
+            self.tap.add(self.site, None, known, tokens, mask, self.tap.incoherence, self.tap.norms(self.site))
+            return None
         flags, norms = in_order(mask, tokens, x), None
         if kernels.by_triton(x) and not self.tap.collector.sharded:  # both at once: launches are dear
             weight, _ = projection_of(self.site).parameters()
@@ -53,11 +52,11 @@ class ColumnsHook(TapHook):
         self.tap.add(self.site, None, columns, tokens, mask, self.tap.incoherence, norms)
         return passed
 
-    def _known(self, between: Between, x: Tensor) -> Tensor | None:
-        """The columns of x, if they were taken as an activation made it."""
+    def _known(self, between: Between, x: Tensor, lower: torch.dtype | None) -> Tensor | None:
+        """The columns of x, if they were taken as an activation made it, in the precision that the layer sees."""
         slot = self.tap.collector.slot()
         activated, slot.activated = slot.activated, None
-        if activated is None or activated[0] is not x:
+        if activated is None or activated[0] is not x or lower is not None:
             between.refused.add("columns")
             return None
         if activated[1] is None:
@@ -118,7 +117,7 @@ class LinearHook(TapHook):
             raise slot.left.missed()
         slot.left = None
         if between is not None and kernels.serves_activated(output) and not self.tap.collector.sharded:
-            deferred = "coherent" in between.ready
+            deferred = self.site.name in between.ready
             slot.left = Left(
                 between, self.site, output, output._version, output, bias, True, tokens, mask, flags, deferred
             )  # fmt: skip
@@ -151,7 +150,7 @@ class LinearHook(TapHook):
         activation that kernels make adds the bias, and its gradient is a by-product there.
         """
         projection = projection_of(self.site)
-        wanted = self.tap.coherent or self.after is not None
+        wanted = self.tap.coherent or (self.after is not None and not self.after.gated)
         if not (torch.compiler.is_compiling() and wanted) or projection.rows is not None:
             return None
         return None if len(projection.module._forward_hooks) > 1 else product_and_bias(projection.module, x)

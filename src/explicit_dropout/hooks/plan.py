@@ -110,12 +110,12 @@ class Plan:
         }
         if not found:
             return None
-        between = Between()
+        between = Between(gated=len(network.layers) != 2)
         self.collector.networks.append(between)
         last = any(site.projection is network.layers[-1] for site in sites)
         for module, kind in found.items():
             self.places[module] += 1  # another network around this one leaves it alone
-            activation = Activation(tap, between, kind, last)
+            activation = Activation(tap, between, kind, by_column=last and not between.gated)
             self._before(module, BeforeActivation(activation))
             self._after(module, AfterActivation(activation))
         return between
