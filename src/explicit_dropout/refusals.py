@@ -142,10 +142,6 @@ def check_reached(site: Site, noise: Noise) -> None:
         )
 
 
-LIBRARIES = ("torch.nn.", "torchvision.", "timm.", "transformers.")
-"""Whose linear layers are known to do what nn.Linear does, also where they write it anew."""
-
-
 def _refuse_own_forward(site: Site, noise: Noise) -> None:
     """A kind of nn.Linear with a forward of its own, where its weight enters: another may act than the one it holds."""
     described = site.source.described
@@ -155,7 +151,7 @@ def _refuse_own_forward(site: Site, noise: Noise) -> None:
         if not isinstance(layer, nn.Linear) or (projection.called and not noise.variance):
             continue
         writer = generic.author(layer)
-        if not f"{writer.__module__}.".startswith(LIBRARIES):
+        if not f"{writer.__module__}.".startswith(generic.LIBRARIES):
             raise UnsupportedSiteError(
                 f"{site.name}: {type(layer).__name__} is an nn.Linear with a forward of its own ({writer.__module__}), "
                 f"so what acts may be another weight than the one it holds, which {noise} needs. Use paper(p), which "

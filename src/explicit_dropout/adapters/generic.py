@@ -60,6 +60,11 @@ SEQUENCE = re.compile(r"n?d*ld*ad*ld*")
 PROJECTIONS = {name for names in (*SEPARATE, FUSED, OUTPUT) for name in names}
 
 
+LIBRARIES = ("torch.nn.", "torchvision.", "timm.", "transformers.")
+"""Whose code is known: linear layers do what nn.Linear does, also where they write it anew; networks change nothing in
+place."""
+
+
 def describe(module: nn.Module, **overrides: Any) -> Described | list[Described] | None:
     """What the names of a module's children say it is."""
     attention = describe_attention(module, **{"refused": not_plain(module), **overrides})

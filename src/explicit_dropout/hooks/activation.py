@@ -1,8 +1,12 @@
 """The hooks of an activation inside a feed-forward network: kernels make it, and the energies around it.
 
-Whether an activation stands there is not read off a model's code but seen: its input has to be the very output of the
-first layer, its output the very input of the last. A compiler sees that as it traces; in eager code a first pass shows
-it, in which the layers are measured by themselves, and later passes go by what it has shown.
+Whether an activation stands there is seen, not guessed: its input has to be the very output of the first layer, its
+output the very input of the last, both as they were. In eager code a first pass shows it, in which the layers are
+measured by themselves, and later passes go by what it has shown. A compiler does not tell whether a tensor was changed
+in place; so compiled code has activations made only where the code around them is of a library that is known not to.
+
+Under activation checkpointing, or other hooks on what autograd saves, activations are left alone: a pass and its
+repetition would have to agree on who makes them.
 """
 
 from __future__ import annotations
@@ -12,30 +16,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from explicit_dropout import kernels
 from explicit_dropout.errors import CollectionError
 from explicit_dropout.hooks.calls import only_input, with_input
-from explicit_dropout.hooks.collector import Chain
+from explicit_dropout.hooks.collector import Chain, Slot
 from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, in_order
 from explicit_dropout.sites import Site
 
 
 class Between:
-    """What passes have shown of one network: which energies are taken at its activation.
+    """What is known of one network: by whom its activations may be made, and what passes have shown.
 
-    Energies of outputs go by the names of their sites; those of the last layer's input are "columns".
-
-    gated: whether something else is multiplied by what comes out. Columns are then not of what the last layer is given,
-    and compiled code does better to make activation and product at once.
+    compiled: whether compiled code has its activation made. ready: the first layers, by the names of their sites, whose
+    energies eager passes take at the activation, and the activations that have the columns for the last layer.
     """
 
-    def __init__(self, *, gated: bool) -> None:
-        self.gated = gated
-        self.ready: set[str] = set()
-        self.shown: set[str] = set()
-        self.refused: set[str] = set()
-        """By passes under way. Both count when the next begins: checkpointing has to repeat this one as it was."""
+    def __init__(self, *, compiled: bool) -> None:
+        self.compiled = compiled
+        self.ready: set[Any] = set()
+        self.shown: set[Any] = set()
+        self.refused: set[Any] = set()
 
     def begin(self) -> None:
         """A new pass may count on what earlier ones have shown, and on nothing that one of them has refused."""
@@ -52,6 +54,7 @@ class Left:
     deferred: whether its energy is left for the activation to take. link: where its term stands, if there is one.
     """
 
+    tap: Tap
     between: Between
     site: Site
     output: Tensor
@@ -68,28 +71,36 @@ class Left:
     def is_input(self, x: Tensor) -> bool:
         return x is self.output and (self.version is None or x._version == self.version)
 
-    def missed(self) -> CollectionError:
-        """It has not come to an activation, as it did before."""
+    def add(self, energies: Tensor) -> None:
+        tap = self.tap
+        tap.add(self.site, energies, None, self.tokens, self.mask, tap.coherence, piece=tap.coherent_piece)
+
+    def settle(self) -> None:
+        """It has not come to the activation that it came to before: take its energy by itself, now and ever after."""
+        if not self.deferred:
+            return
         self.between.refused.add(self.site.name)
-        return CollectionError(
-            f"{self.site.name}: the output of this layer has not gone to the activation that it went to before, so its "
-            "penalty was not taken there. From now on it is taken at the layer itself: run this step again."
-        )
+        if self.output._version != self.version:
+            raise CollectionError(
+                f"{self.site.name}: the model has changed the output of this layer in place on its way to an "
+                "activation and had not before, so that what its penalty is of is gone. From now on it is taken at the "
+                "layer itself: run this step again."
+            )
+        self.add(kernels.passing(self.output, bias=self.bias, mask=self.rows)[1])
 
 
 class Activation:
     """One activation of a network: its hooks, before and after, and what they share."""
 
-    def __init__(self, tap: Tap, between: Between, kind: str, by_column: bool) -> None:
+    def __init__(self, tap: Tap, between: Between, kind: str, *, by_column: bool) -> None:
         self.tap, self.between, self.kind = tap, between, kind
         self.by_column = by_column and bool(tap.noise.variance)
         """Whether the last layer has a penalty that is made of the columns of what comes out."""
 
     def make(self, x: Tensor, left: Left | None, *, coherent: bool, by_column: bool) -> Tensor:
         """The activation, leaving the term of the first layer and the columns for the last."""
-        slot, tap = self.tap.collector.slot(), self.tap
         if left is None:
-            tokens, mask = by_sample(tap, x)
+            tokens, mask = by_sample(self.tap, x)
             given: tuple[Any, ...] = (x, None, in_order(mask, tokens, x))
         else:
             given = left.x, left.bias, left.rows
@@ -97,9 +108,21 @@ class Activation:
             self.kind, *given, added=left is None or left.added, coherent=coherent, by_column=by_column
         )
         if left is not None and coherent:
-            tap.add(left.site, energies, None, left.tokens, left.mask, tap.coherence, piece=tap.coherent_piece)
-        slot.activated = made, columns if by_column else None
+            left.add(energies)
+        if by_column:
+            self.tap.collector.slot().activated = Activated(self, made, columns)
         return made
+
+
+class Activated:
+    """What came out of an activation, as it was then, and its columns if kernels have them."""
+
+    def __init__(self, activation: Activation, output: Tensor, columns: Tensor | None) -> None:
+        self.activation, self.output, self.columns = activation, output, columns
+        self.version = None if torch.compiler.is_compiling() else output._version
+
+    def is_input(self, x: Tensor) -> bool:
+        return x is self.output and (self.version is None or x._version == self.version)
 
 
 class BeforeActivation(TapHook):
@@ -112,11 +135,11 @@ class BeforeActivation(TapHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or not self.tap.watching(module):
             return None
-        slot, between = self.tap.collector.slot(), self.activation.between
+        activation, slot = self.activation, self.tap.collector.slot()
         x = only_input(self.tap.path, args, kwargs)
-        left = slot.left
-        if not alone_on(module) or not kernels.serves_activated(x):
+        if not (free(slot) and alone_on(module) and kernels.serves_activated(x)):
             return None
+        between, left = activation.between, slot.left
         if left is None or left.between is not between or not left.is_input(x):
             left = None
         else:
@@ -124,10 +147,10 @@ class BeforeActivation(TapHook):
             if not left.deferred:
                 between.shown.add(left.site.name)
                 left = None
-        by_column = "columns" in between.ready
+        by_column = activation in between.ready
         if left is None and not by_column:
             return None
-        slot.made = self.activation.make(x, left, coherent=left is not None, by_column=by_column)
+        slot.made = activation.make(x, left, coherent=left is not None, by_column=by_column)
         return with_input(x.new_empty(0), args, kwargs)
 
 
@@ -141,20 +164,20 @@ class AfterActivation(TapHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
         if not self.tap.watching(module):
             return None
-        slot = self.tap.collector.slot()
+        activation, slot = self.activation, self.tap.collector.slot()
         if torch.compiler.is_compiling():
-            return self._compiled(only_input(self.tap.path, args, kwargs))
+            return self._compiled(only_input(self.tap.path, args, kwargs), slot) if alone_on(module) else None
         made, slot.made = slot.made, None
-        if made is None and self.activation.by_column and kernels.serves_activated(output) and alone_on(module):
-            slot.activated = output, None
+        if made is None and activation.by_column and free(slot) and alone_on(module):
+            slot.activated = Activated(activation, output, None)
         return made
 
-    def _compiled(self, x: Tensor) -> Tensor | None:
-        slot, activation = self.tap.collector.slot(), self.activation
+    def _compiled(self, x: Tensor, slot: Slot) -> Tensor | None:
+        activation, between = self.activation, self.activation.between
         left, slot.left = slot.left, None
-        if activation.between.gated or not kernels.serves_activated(x) or self.tap.collector.sharded:
+        if not between.compiled or not kernels.serves_activated(x) or self.tap.collector.sharded:
             return None
-        if left is not None and (left.between is not activation.between or left.output is not x):
+        if left is not None and (left.between is not between or left.output is not x):
             left = None
         if left is not None and left.link is not None:
             if slot.pending is not left.link or left.link.previous is None:
@@ -167,10 +190,15 @@ class AfterActivation(TapHook):
         return activation.make(x, left, coherent=coherent, by_column=activation.by_column)
 
 
+def free(slot: Slot) -> bool:
+    """Whether a pass is under way whose saved tensors nobody looks at: not checkpointing, nor what it repeats."""
+    return slot.open and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def alone_on(module: nn.Module) -> bool:
     """Whether a module has no hooks but these two: others would see what they leave it with."""
-    return (
-        len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-    )
+    if len(module._forward_hooks) != 1 or len(module._forward_pre_hooks) != 1:
+        return False
+    if module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return torch.compiler.is_compiling() or not _has_any_global_hook()  # type: ignore[no-untyped-call]

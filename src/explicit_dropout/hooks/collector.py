@@ -125,7 +125,7 @@ class Slot:
         self.passed: list[tuple[Any, Tensor, int]] = []
         self.left: Any = None
         self.made: Tensor | None = None
-        self.activated: tuple[Tensor, Tensor | None] | None = None
+        self.activated: Any = None
 
     def begin(self, padding: Padding, samples: Samples) -> None:
         self.open, self.pending, self.observed, self.passed = True, EMPTY, {}, []
@@ -228,6 +228,8 @@ class Collector:
         """The forward pass has come to its end."""
         own = self.own()
         if own.open:
+            if own.left is not None and not torch.compiler.is_compiling():
+                self._settle(own)
             pending = own.pending
             if not torch.compiler.is_compiling():
                 self._look_for_changes(own)
@@ -237,12 +239,16 @@ class Collector:
             own.complete = Chain((pending, own.samples), own.complete)
         self.abandon()
 
+    def _settle(self, slot: Slot) -> None:
+        """What was left for an activation that did not come."""
+        try:
+            slot.left.settle()
+        except CollectionError:
+            self.abandon()
+            raise
+
     def _look_for_changes(self, slot: Slot) -> None:
         """Which outputs the model has changed in place during this pass: of those a copy has to be kept."""
-        if slot.left is not None and slot.left.deferred:
-            left = slot.left
-            self.abandon()
-            raise left.missed()
         touched = [hook for hook, tensor, version in slot.passed if tensor._version != version]
         without_copy = [hook.site.name for hook in touched if hook.untouched]
         for hook, _, _ in slot.passed:

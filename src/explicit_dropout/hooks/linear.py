@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout import kernels
-from explicit_dropout.hooks.activation import Between, Left
+from explicit_dropout.hooks.activation import Between, Left, free
 from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, product_and_bias
 from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, in_order, projection_of
@@ -56,12 +56,15 @@ class ColumnsHook(TapHook):
         """The columns of x, if they were taken as an activation made it, in the precision that the layer sees."""
         slot = self.tap.collector.slot()
         activated, slot.activated = slot.activated, None
-        if activated is None or activated[0] is not x or lower is not None:
-            between.refused.add("columns")
+        if activated is None:
             return None
-        if activated[1] is None:
-            between.shown.add("columns")
-        return activated[1]
+        if not activated.is_input(x) or lower is not None:
+            between.refused.add(activated.activation)
+            return None
+        if activated.columns is None:
+            between.shown.add(activated.activation)
+        found: Tensor | None = activated.columns
+        return found
 
 
 class LinearHook(TapHook):
@@ -113,16 +116,15 @@ class LinearHook(TapHook):
     ) -> Left | None:
         """What is left for an activation to find, in eager code: the output as it is, with its energy or without."""
         between, slot = self.after, self.tap.collector.slot()
-        if slot.left is not None and slot.left.deferred:
-            raise slot.left.missed()
-        slot.left = None
-        if between is not None and kernels.serves_activated(output) and not self.tap.collector.sharded:
+        if slot.left is not None:
+            slot.left.settle()
+        slot.left = left = None
+        if between is not None and free(slot) and kernels.serves_activated(output) and not self.tap.collector.sharded:
             deferred = self.site.name in between.ready
-            slot.left = Left(
-                between, self.site, output, output._version, output, bias, True, tokens, mask, flags, deferred
+            slot.left = left = Left(
+                self.tap, between, self.site, output, output._version, output, bias, True, tokens, mask, flags, deferred
             )  # fmt: skip
-        found: Left | None = slot.left
-        return found
+        return left
 
     def _plain_term(self, x: Tensor, output: Tensor) -> None:
         tap = self.tap
@@ -136,8 +138,9 @@ class LinearHook(TapHook):
         tap, slot = self.tap, self.tap.collector.slot()
         if self.before is not None and torch.compiler.is_compiling():
             activated, slot.activated = slot.activated, None
-            if activated is not None and activated[0] is x and activated[1] is not None:
-                tap.add(self.site, None, activated[1], tokens, mask, tap.incoherence, tap.norms(self.site))
+            alone = len(projection_of(self.site).module._forward_pre_hooks) <= 1  # others might have changed x in place
+            if activated is not None and activated.output is x and alone:
+                tap.add(self.site, None, activated.columns, tokens, mask, tap.incoherence, tap.norms(self.site))
                 return
         tap.incoherently(self.site, tokens, mask)
 
@@ -150,7 +153,7 @@ class LinearHook(TapHook):
         activation that kernels make adds the bias, and its gradient is a by-product there.
         """
         projection = projection_of(self.site)
-        wanted = self.tap.coherent or (self.after is not None and not self.after.gated)
+        wanted = self.tap.coherent or (self.after is not None and self.after.compiled)
         if not (torch.compiler.is_compiling() and wanted) or projection.rows is not None:
             return None
         return None if len(projection.module._forward_hooks) > 1 else product_and_bias(projection.module, x)
@@ -161,9 +164,9 @@ class LinearHook(TapHook):
         tokens, mask = by_sample(tap, x)
         output = product + bias.to(product.dtype)
         left = None
-        if self.after is not None:
+        if self.after is not None and self.after.compiled:
             flags = in_order(mask, tokens, x)
-            left = Left(self.after, self.site, output, None, product, bias, False, tokens, mask, flags)
+            left = Left(tap, self.after, self.site, output, None, product, bias, False, tokens, mask, flags)
         self._incoherently(x, tokens, mask)
         if tap.coherent:
             own, less = product, None

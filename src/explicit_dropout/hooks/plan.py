@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import kernels
+from explicit_dropout.adapters.generic import LIBRARIES, author
 from explicit_dropout.hooks.activation import Activation, AfterActivation, BeforeActivation, Between
 from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
 from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore, failed
@@ -101,21 +102,25 @@ class Plan:
 
     def _between(self, layer: Layer, network: FeedForward, sites: list[Site], tap: Tap) -> Between | None:
         """Hooks on the activations of a feed-forward network, if it has some that kernels make."""
-        around = zip(*(path.split(".")[:-1] for path in layer.layer_paths), strict=False)
-        common = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, around))
+        if callable(tap.padding_source):  # it may look at what it is given, and say another thing of the activation
+            return None
+        parents = zip(*(path.split(".")[:-1] for path in layer.layer_paths), strict=False)
+        common = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, parents))
+        around = list(self.model.get_submodule(common).modules())
         found = {
             module: kind
-            for module in self.model.get_submodule(common).modules()
+            for module in around
             if (kind := kernels.activation_of(module)) is not None and self.places[module] == 1
         }
         if not found:
             return None
-        between = Between(gated=len(network.layers) != 2)
+        gated = len(network.layers) != 2  # compiled code does better to make activation and product at once
+        between = Between(compiled=not gated and len(found) == 1 and all(is_known(module) for module in around))
         self.collector.networks.append(between)
         last = any(site.projection is network.layers[-1] for site in sites)
         for module, kind in found.items():
             self.places[module] += 1  # another network around this one leaves it alone
-            activation = Activation(tap, between, kind, by_column=last and not between.gated)
+            activation = Activation(tap, between, kind, by_column=last and not gated)
             self._before(module, BeforeActivation(activation))
             self._after(module, AfterActivation(activation))
         return between
@@ -179,3 +184,10 @@ class Plan:
             after = hooks[0] if alone else After(self.collector, hooks)
             handle = module.register_forward_hook(after, with_kwargs=True, prepend=first, always_call=not alone)
             handles.append(handle)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether a module's forward is of a library, and changes nothing in place."""
+    if "forward" in vars(module) or getattr(module, "inplace", False):
+        return False
+    return f"{author(module).__module__}.".startswith(LIBRARIES)

@@ -26,9 +26,8 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
-    "relu": F.relu,
 }
-"""The activations that there are kernels for, by name, in torch."""
+"""The activations that there are kernels for, by name, in torch: those that keep their input, as the kernels do."""
 
 HUGGING_FACE = {
     "GELUActivation": F.gelu, "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "SiLUActivation": "silu",
@@ -39,10 +38,12 @@ HUGGING_FACE = {
 def activation_of(module: nn.Module) -> str | None:
     """The name of the activation that a module is, and nothing besides; None for any other module."""
     kind = type(module)
+    if "forward" in vars(module):
+        return None
     if kind is nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
-    if kind in (nn.SiLU, nn.ReLU):
-        return None if module.inplace else kind.__name__.lower()
+    if kind is nn.SiLU:
+        return None if module.inplace else "silu"
     if kind.__module__ != "transformers.activations" or kind.__name__ not in HUGGING_FACE:
         return None
     known, own = HUGGING_FACE[kind.__name__], getattr(module, "act", None)
@@ -81,7 +82,7 @@ def in_torch(
     x: Tensor, bias: Tensor | None, mask: Tensor | None, kind: str, added: bool, coherent: bool, by_column: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch, in float32 at least; one part."""
-    wide = plain.wide(x)
+    wide, mask = plain.wide(x), None if mask is None else mask.reshape(x.shape[:-1])
     shift = wide.new_zeros(()) if bias is None else bias.to(wide.dtype)
     result = PLAIN[kind](wide if added else wide + shift).to(x.dtype)
     deviations = plain.deviation(wide - shift if added else wide, None, mask)
@@ -126,7 +127,7 @@ def gradients_in_torch(
     of_columns: Tensor | None, kind: str, added: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same in plain torch, which can be differentiated. Parts are only ever added up, so all have one gradient."""
-    wide = plain.wide(x)
+    wide, mask = plain.wide(x), None if mask is None else mask.reshape(x.shape[:-1])
     shift = wide.new_zeros(()) if bias is None else bias.to(wide.dtype)
     h = wide if added else wide + shift
     total = torch.zeros_like(wide) if gradient is None else gradient.to(wide.dtype)
@@ -155,10 +156,8 @@ def slope_of(kind: str, h: Tensor) -> Tensor:
     if kind == "gelu_tanh":
         below = torch.sigmoid(2 * root * (h + 0.044715 * h**3))
         return below + 2 * h * below * (1 - below) * root * (1 + 3 * 0.044715 * h * h)
-    if kind == "silu":
-        below = torch.sigmoid(h)
-        return below * (1 + h * (1 - below))
-    return (h > 0).to(h.dtype)
+    below = torch.sigmoid(h)
+    return below * (1 + h * (1 - below))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -23,7 +23,7 @@ PROGRAMS = 4096
 """About how many programs share a tensor: the arithmetic of an activation wants more of them than a sum of squares."""
 _most: Callable[[int, int], int] = torch.sym_max
 _least: Callable[[int, int], int] = torch.sym_min
-KINDS = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "relu": 3}
+KINDS = {"gelu": 0, "gelu_tanh": 1, "silu": 2}
 
 
 @triton.jit
@@ -37,11 +37,9 @@ def _activation(h, KIND: tl.constexpr):
         below = tl.sigmoid(2 * inner)  # ½ (1 + tanh)
         steep = 0.7978845608028654 * (1 + 0.134145 * h * h)
         result, slope = h * below, below + 2 * h * below * (1 - below) * steep
-    elif KIND == 2:
+    else:
         below = tl.sigmoid(h)
         result, slope = h * below, below * (1 + h * (1 - below))
-    else:
-        result, slope = tl.maximum(h, 0.0), tl.where(h > 0, 1.0, 0.0)
     return result, slope
 
 
