@@ -451,18 +451,31 @@ def test_evaluation_leaves_the_activation_to_the_model(made):
 
 
 @pytest.fixture
-def compiler(monkeypatch):
-    """A compiler, and the operators in the graphs that it was given; without a GPU in their plain form."""
+def operators(monkeypatch):
+    """Trains what `make` makes, compiled, and gives the energies that each operator in its graphs is asked for.
+
+    Without a GPU operators are in their plain form.
+    """
     torch.compiler.reset()
     if DEVICE == "cpu":
         monkeypatch.setattr(kernels, "serves_activated", lambda x: torch.compiler.is_compiling() and bool(x.numel()))
-    found = []
 
-    def compiler(graph, inputs):
-        found.append([node.args[-2:] for node in graph.graph.nodes if "dropout.activated" in str(node.target)])
-        return lookup_backend("inductor" if DEVICE == "cuda" else "aot_eager")(graph, inputs)
+    def operators(make, law, passes=2):
+        found = []
 
-    return compiler, found
+        def compiler(graph, inputs):
+            found.append([node.args[-2:] for node in graph.graph.nodes if "dropout.activated" in str(node.target)])
+            return lookup_backend("inductor" if DEVICE == "cuda" else "aot_eager")(graph, inputs)
+
+        model = Stack(make).to(DEVICE).train()
+        exact, x = copy.deepcopy(model).double(), draw((3, 5, 12), seed=9)
+        regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in (model, exact)]
+        fast = torch.compile(model, backend=compiler, fullgraph=True)
+        for _ in range(passes):
+            same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
+        return found
+
+    return operators
 
 
 def of_a_library(activation="gelu"):
@@ -473,30 +486,37 @@ def of_a_library(activation="gelu"):
     return CLIPMLP(CLIPVisionConfig(hidden_size=12, intermediate_size=20, hidden_act=activation))
 
 
+def gated_of_a_library():
+    """down_proj(act_fn(gate_proj) * up_proj), with biases."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return LlamaMLP(LlamaConfig(hidden_size=12, intermediate_size=20, num_attention_heads=2, mlp_bias=True))
+
+
+def hooked():
+    network = of_a_library()
+    network.activation_fn.register_forward_hook(lambda _, __, output: output.mul_(1.5))
+    return network
+
+
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu"])
-def test_compiled_code_has_the_activation_made_from_the_first_pass_on(law, activation, compiler):
-    model = Stack(lambda: of_a_library(activation)).to(DEVICE).train()
-    exact, x = copy.deepcopy(model).double(), draw((3, 5, 12), seed=9)
-    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in (model, exact)]
-    fast = torch.compile(model, backend=compiler[0], fullgraph=True)
-    for _ in range(3):
-        same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
+def test_compiled_code_has_the_activation_made_from_the_first_pass_on(law, activation, operators):
     wanted = {"paper": (True, False), "inverted": (False, True), "bernoulli": (True, True)}[law]
-    assert compiler[1] == [[wanted] * 2]
+    assert operators(lambda: of_a_library(activation), law, passes=3) == [[wanted] * 2]
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_compiled_code_with_a_hook_of_somebody_elses_is_left_alone(law, compiler):
-    model = Stack(of_a_library).to(DEVICE).train()
-    exact, x = copy.deepcopy(model).double(), draw((3, 5, 12), seed=9)
-    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in (model, exact)]
-    for layer in (*model.layers, *exact.layers):
-        layer.activation_fn.register_forward_hook(lambda _, __, output: output.mul_(1.5))
-    fast = torch.compile(model, backend=compiler[0], fullgraph=True)
-    for _ in range(2):
-        same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
-    assert compiler[1] == [[]]
+@pytest.mark.parametrize("make", [Network, Gated, gated_of_a_library, hooked])
+def test_compiled_code_is_left_alone_if_it_is_ones_own_or_gated_or_others_look_at_it(make, law, operators):
+    assert operators(make, law) == [[]]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("where", ["between", "after"])
+def test_compiled_code_sees_what_is_changed_in_place_around_the_activation(where, law, operators):
+    assert operators(lambda: Network(**{where: lambda x: x.mul_(1.5)}), law) == [[]]
 
 
 def test_code_is_known_where_a_library_has_written_it_and_it_changes_nothing_in_place():
@@ -504,30 +524,6 @@ def test_code_is_known_where_a_library_has_written_it_and_it_changes_nothing_in_
     changed = nn.GELU()
     changed.forward = torch.tanh  # type: ignore[method-assign]
     assert not any(is_known(module) for module in (Network(), nn.Dropout(0.1, inplace=True), changed))
-
-
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("ahead", [False, True])
-def test_compiled_code_makes_activation_and_gate_at_once_itself(law, ahead, compiler):
-    model = Stack(lambda: Gated(ahead)).to(DEVICE).train()
-    exact, x = copy.deepcopy(model).double(), draw((3, 5, 12), seed=9)
-    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in (model, exact)]
-    fast = torch.compile(model, backend=compiler[0], fullgraph=True)
-    for _ in range(2):
-        same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
-    assert compiler[1] == [[]]
-
-
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("where", ["between", "after"])
-def test_compiled_code_sees_what_is_changed_in_place_around_the_activation(where, law, compiler):
-    model = Stack(lambda: Network(**{where: lambda x: x.mul_(1.5)})).to(DEVICE).train()
-    exact, x = copy.deepcopy(model).double(), draw((3, 5, 12), seed=9)
-    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in (model, exact)]
-    fast = torch.compile(model, backend=compiler[0], fullgraph=True)
-    for _ in range(2):
-        same(step(model, regs[0], x, fast), step(exact, regs[1], x.double()))
-    assert compiler[1] == [[]]
 
 
 # ---------------------------------------------------------------------------------------------- what is one
