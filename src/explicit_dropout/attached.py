@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout.errors import CollectionError
+from explicit_dropout.errors import CollectionError, InputError
 from explicit_dropout.hooks.collector import Collector, Term
 from explicit_dropout.hooks.total import Total
 from explicit_dropout.refusals import check_state
@@ -136,6 +136,8 @@ def _counted(term: Term, reduction: Reduction) -> int | Tensor:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The model itself, if this is what `torch.compile` made of it: only hooks inside are compiled."""
+    if not isinstance(model, nn.Module):
+        raise InputError("model", "a torch.nn.Module", type(model).__name__)
     while type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
         model = model._orig_mod
     return model

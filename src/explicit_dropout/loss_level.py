@@ -103,8 +103,6 @@ class LossLevelDropout(Attached):
             if component in unknown:
                 raise InputError("strengths", "those of query, key, value, feed_forward", f"{component}; use {instead}")
         refuse_unknown(unknown, type(self))
-        if not isinstance(model, nn.Module):
-            raise InputError("model", "a torch.nn.Module", type(model).__name__)
         checks.choice("loss", loss, Loss)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise InputError("generator", "a torch.Generator or None", type(generator).__name__)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from explicit_dropout import kernels
+from explicit_dropout import checks, kernels
 from explicit_dropout.attached import LayerLevel, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.hooks.collector import MOST_FORWARDS, Term
@@ -84,17 +84,14 @@ class ExplicitDropout(LayerLevel):
         **unknown: Never,
     ) -> None:
         refuse_unknown(unknown, type(self))
-        if not isinstance(model, nn.Module):
-            raise InputError("model", "a torch.nn.Module", type(model).__name__)
         if reading not in ("model", "paper"):
             raise InputError("reading", "'model' or 'paper'", repr(reading))
         if reduction not in (None, "token", "sample"):
             raise InputError("reduction", "'token' or 'sample'", repr(reduction))
         if padding not in ("auto", None) and not callable(padding):
             raise InputError("padding", "'auto', None or a function of (module path, x)", repr(padding))
-        for name, flag in (("disable_dropout", disable_dropout), ("require_all", require_all)):
-            if not isinstance(flag, bool):
-                raise InputError(name, "True or False", repr(flag))
+        checks.flag("disable_dropout", disable_dropout)
+        checks.flag("require_all", require_all)
         super().__init__()
         given = (query, key, query_key, value, attended_value, feed_forward)
         self.model = model = uncompiled(model)

@@ -51,8 +51,6 @@ class DropoutTwins(LayerLevel):
     ) -> None:
         refuse_unknown(unknown, type(self))
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise InputError("model", "a torch.nn.Module", type(model).__name__)
         if padding not in ("auto", None) and not callable(padding):
             raise InputError("padding", "'auto', None or a function of (module path, x)", repr(padding))
         if width is not None and not callable(width):

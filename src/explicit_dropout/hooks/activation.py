@@ -68,9 +68,6 @@ class Left:
     deferred: bool = False
     link: Chain | None = None
 
-    def is_input(self, x: Tensor) -> bool:
-        return x is self.output and (self.version is None or x._version == self.version)
-
     def add(self, energies: Tensor) -> None:
         tap = self.tap
         tap.add(self.site, energies, None, self.tokens, self.mask, tap.coherence, piece=tap.coherent_piece)
@@ -121,8 +118,10 @@ class Activated:
         self.activation, self.output, self.columns = activation, output, columns
         self.version = None if torch.compiler.is_compiling() else output._version
 
-    def is_input(self, x: Tensor) -> bool:
-        return x is self.output and (self.version is None or x._version == self.version)
+
+def is_still(x: Tensor, seen: Left | Activated) -> bool:
+    """Whether eager code comes with the very tensor that was seen, and has not changed it in place since."""
+    return x is seen.output and x._version == seen.version
 
 
 class BeforeActivation(TapHook):
@@ -140,7 +139,7 @@ class BeforeActivation(TapHook):
         if not (free(slot) and alone_on(module) and kernels.serves_activated(x)):
             return None
         between, left = activation.between, slot.left
-        if left is None or left.between is not between or not left.is_input(x):
+        if left is None or left.between is not between or not is_still(x, left):
             left = None
         else:
             slot.left = None
@@ -168,7 +167,9 @@ class AfterActivation(TapHook):
         if torch.compiler.is_compiling():
             return self._compiled(only_input(self.tap.path, args, kwargs), slot) if alone_on(module) else None
         made, slot.made = slot.made, None
-        if made is None and activation.by_column and free(slot) and alone_on(module):
+        if made is not None or not activation.by_column:
+            return made
+        if kernels.serves_activated(output) and free(slot) and alone_on(module):
             slot.activated = Activated(activation, output, None)
         return made
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout import kernels
-from explicit_dropout.hooks.activation import Between, Left, free
+from explicit_dropout.hooks.activation import Between, Left, free, is_still
 from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, product_and_bias
 from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, in_order, projection_of
@@ -58,7 +58,7 @@ class ColumnsHook(TapHook):
         activated, slot.activated = slot.activated, None
         if activated is None:
             return None
-        if not activated.is_input(x) or lower is not None:
+        if not is_still(x, activated) or lower is not None:
             between.refused.add(activated.activation)
             return None
         if activated.columns is None:
