@@ -39,9 +39,12 @@ def plainly(kind, x, bias, mask, added):
     """σ(h) and both energies in float64, written down anew."""
     h = x if added else x + bias
     deviation = x - bias if added and bias is not None else x
-    made = {"gelu": F.gelu, "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"), "silu": F.silu, "relu": F.relu}[kind](
-        h
-    )
+    made = {
+        "gelu": F.gelu,
+        "gelu_tanh": lambda h: 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3))),
+        "quick_gelu": lambda h: h / (1 + torch.exp(-1.702 * h)),
+        "silu": F.silu,
+    }[kind](h)
     counted = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else mask
     energies = (deviation.square() * counted[..., None]).sum()
     return made, energies, (made.square() * counted[..., None]).flatten(0, -2).sum(0)
@@ -126,7 +129,7 @@ def test_the_same_bits_every_time():
 
 
 @fused
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("added", [True, False])
 def test_second_derivatives_are_right(kind, added):
     def second(function):
@@ -216,7 +219,7 @@ def both(model, law, **options):
 
 @fused
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("activation", [nn.GELU, lambda: nn.GELU("tanh"), nn.SiLU])
+@pytest.mark.parametrize("activation", [nn.GELU, lambda: nn.GELU("tanh"), nn.SiLU, lambda: of_transformers("gelu_new")])
 def test_from_the_second_pass_on_kernels_make_the_activation_and_nothing_changes(law, activation, made):
     found, expected = both(Stack(lambda: Network(activation)).to(DEVICE).train(), LAWS[law])
     wanted = {"paper": (True, False), "inverted": (False, True), "bernoulli": (True, True)}[law]
@@ -224,6 +227,76 @@ def test_from_the_second_pass_on_kernels_make_the_activation_and_nothing_changes
         made.clear()
         same(found(), expected())
         assert [entry[1:] for entry in made] == ([wanted] * 2 if number else [])
+
+
+class Widening(nn.Module):
+    """GELU that gives float32 back, as autocast has it of some operations on a GPU."""
+
+    def forward(self, x):
+        return F.gelu(x.to(torch.promote_types(x.dtype, torch.float32)))
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """`Widening` counts among the activations that there are kernels for."""
+    own = kernels.activation_of
+    monkeypatch.setattr(kernels, "activation_of", lambda module: "gelu" if type(module) is Widening else own(module))
+
+
+def lowered(model, regs, x):
+    """A step of a model under autocast to bfloat16, and of the same in float64."""
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = step(model[0], regs[0], x)
+    expected = step(model[1], regs[1], x.double())
+    assert_close(found[0], expected[0], rtol=0.02, atol=0)
+    for name, gradient in found[2].items():
+        assert (gradient - expected[2][name]).norm() < 0.03 * expected[2][name].norm()
+
+
+@pytest.mark.usefixtures("known")
+@fused
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("activation", [nn.GELU, Widening, lambda: of_transformers("gelu_new")])
+def test_under_autocast_it_is_made_in_the_precision_that_the_last_layer_lowers_it_to(law, activation, made):
+    model = Stack(lambda: Network(activation)).to(DEVICE).train()
+    models, x = (model, copy.deepcopy(model).double()), draw((3, 5, 12), seed=9)
+    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in models]
+    for number in range(4):
+        made.clear()
+        lowered(models, regs, x)
+        assert len(made) == (2 if number else 0)
+
+
+@pytest.mark.usefixtures("known")
+@fused
+@pytest.mark.parametrize("law", LAWS)
+def test_what_gives_more_precision_back_is_left_alone_where_others_see_it(law, made):
+    model = Stack(lambda: Network(Widening, after=lambda x: 1.5 * x)).to(DEVICE).train()
+    models, x = (model, copy.deepcopy(model).double()), draw((3, 5, 12), seed=9)
+    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in models]
+    seen = []
+    for layer in model.layers:
+        layer.after = lambda x: seen.append(x.dtype) or 1.5 * x
+    for _ in range(4):
+        lowered(models, regs, x)
+    assert made == []
+    assert set(seen) == {torch.float32}
+
+
+@pytest.mark.usefixtures("known")
+@fused
+@pytest.mark.parametrize("law", LAWS)
+def test_autocast_may_come_and_go(law, made):
+    model = Stack(lambda: Network(Widening)).to(DEVICE).train()
+    models, x = (model, copy.deepcopy(model).double()), draw((3, 5, 12), seed=9)
+    regs = [xd.ExplicitDropout(one, LAWS[law], feed_forward=0.5) for one in models]
+    for number in range(8):
+        made.clear()
+        if number in (0, 1, 4, 5):
+            lowered(models, regs, x)
+        else:
+            same(step(model, regs[0], x), step(models[1], regs[1], x.double()))
+        assert len(made) == (0 if number in (0, 2) else 2)
 
 
 @fused
@@ -486,6 +559,20 @@ def of_a_library(activation="gelu"):
     return CLIPMLP(CLIPVisionConfig(hidden_size=12, intermediate_size=20, hidden_act=activation))
 
 
+def of_transformers(activation):
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[activation]
+
+
+def of_gpt2():
+    """c_fc, act, c_proj, which hold their weights transposed, and an activation that is written out."""
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    return GPT2MLP(20, GPT2Config(n_embd=12, resid_pdrop=0.0))
+
+
 def gated_of_a_library():
     """down_proj(act_fn(gate_proj) * up_proj), with biases."""
     from transformers import LlamaConfig
@@ -501,10 +588,16 @@ def hooked():
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu", "quick_gelu", "gelu_new"])
 def test_compiled_code_has_the_activation_made_from_the_first_pass_on(law, activation, operators):
     wanted = {"paper": (True, False), "inverted": (False, True), "bernoulli": (True, True)}[law]
     assert operators(lambda: of_a_library(activation), law, passes=3) == [[wanted] * 2]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_compiled_gpt2_has_its_activation_made_and_its_biases_added_there(law, operators):
+    wanted = {"paper": (True, False), "inverted": (False, True), "bernoulli": (True, True)}[law]
+    assert operators(of_gpt2, law, passes=3) == [[wanted] * 2]
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -532,6 +625,8 @@ def test_code_is_known_where_a_library_has_written_it_and_it_changes_nothing_in_
 def test_activations_are_known_by_what_they_are():
     from transformers.activations import ACT2FN
 
+    timm = pytest.importorskip("timm.layers.activations")
+
     class Own(nn.GELU):
         pass
 
@@ -539,8 +634,11 @@ def test_activations_are_known_by_what_they_are():
     changed = nn.GELU()
     changed.forward = lambda x: 3 * x  # type: ignore[method-assign]
     unknown = [nn.SiLU(inplace=True), nn.ReLU(), nn.Tanh(), nn.Linear(2, 2), Own(), changed]
-    known |= {ACT2FN["gelu"]: "gelu", ACT2FN["gelu_pytorch_tanh"]: "gelu_tanh", ACT2FN["silu"]: "silu"}
-    unknown += [ACT2FN["gelu_new"], ACT2FN["gelu_python"], ACT2FN["quick_gelu"], ACT2FN["relu2"]]
+    tanh = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
+    known |= {ACT2FN["gelu"]: "gelu", ACT2FN["silu"]: "silu", ACT2FN["quick_gelu"]: "quick_gelu"}
+    known |= {ACT2FN[name]: "gelu_tanh" for name in tanh}
+    known |= {timm.GELU(): "gelu", timm.GELUTanh(): "gelu_tanh", timm.QuickGELU(): "quick_gelu"}
+    unknown += [ACT2FN["gelu_python"], ACT2FN["gelu_python_tanh"], ACT2FN["relu2"], ACT2FN["gelu_10"], timm.Swish()]
     assert {module: kernels.activation_of(module) for module in known} == known
     assert [kernels.activation_of(module) for module in unknown] == [None] * len(unknown)
     x = draw((50,)).cpu()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout import kernels
-from explicit_dropout.hooks.activation import Between, Left, free, is_still
+from explicit_dropout.hooks.activation import Between, Left, arrived, free
 from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, product_and_bias
 from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, in_order, projection_of
@@ -38,7 +38,7 @@ class ColumnsHook(TapHook):
     def _term(self, x: Tensor) -> Tensor | None:
         tokens, mask = by_sample(self.tap, x)
         lower = kernels.lowered(x) if self.plain else None
-        known = None if self.between is None else self._known(self.between, x, lower)
+        known = None if self.between is None else self._known(self.between, x)
         if known is not None:
             self.tap.add(self.site, None, known, tokens, mask, self.tap.incoherence, self.tap.norms(self.site))
             return None
@@ -52,19 +52,14 @@ class ColumnsHook(TapHook):
         self.tap.add(self.site, None, columns, tokens, mask, self.tap.incoherence, norms)
         return passed
 
-    def _known(self, between: Between, x: Tensor, lower: torch.dtype | None) -> Tensor | None:
+    def _known(self, between: Between, x: Tensor) -> Tensor | None:
         """The columns of x, if they were taken as an activation made it, in the precision that the layer sees."""
-        slot = self.tap.collector.slot()
-        activated, slot.activated = slot.activated, None
+        activated = arrived(self.tap.collector.slot(), between, x, self.plain)
         if activated is None:
-            return None
-        if not is_still(x, activated) or lower is not None:
-            between.refused.add(activated.activation)
             return None
         if activated.columns is None:
             between.shown.add(activated.activation)
-        found: Tensor | None = activated.columns
-        return found
+        return activated.columns
 
 
 class LinearHook(TapHook):
@@ -100,6 +95,8 @@ class LinearHook(TapHook):
             return None
         tokens, mask = by_sample(tap, x)
         flags, bias, slot = in_order(mask, tokens, x), projection.offset(), tap.collector.slot()
+        if self.before is not None and slot.activated is not None:  # no hook before the layer has looked at it
+            arrived(slot, self.before, x, is_plain_linear(projection.module))
         left = self._left(output, bias, tokens, mask, flags)
         if left is not None and left.deferred:
             return None
@@ -152,11 +149,14 @@ class LinearHook(TapHook):
         So does that of a layer which makes other things besides: adding their biases later takes more passes. An
         activation that kernels make adds the bias, and its gradient is a by-product there.
         """
-        projection = projection_of(self.site)
-        wanted = self.tap.coherent or (self.after is not None and self.after.compiled)
+        projection, between = projection_of(self.site), self.before or self.after
+        made = between is not None and between.compiled
+        wanted = self.tap.coherent or (made and self.after is not None)
         if not (torch.compiler.is_compiling() and wanted) or projection.rows is not None:
             return None
-        return None if len(projection.module._forward_hooks) > 1 else product_and_bias(projection.module, x)
+        if len(projection.module._forward_hooks) > 1:
+            return None
+        return product_and_bias(projection.module, x, written_out=not made)
 
     def _term_apart(self, x: Tensor, product: Tensor, bias: Tensor) -> Tensor:
         """The term from a product, and the output anew. The compiler drops the output that there was."""

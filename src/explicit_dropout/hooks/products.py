@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,16 +30,18 @@ def lowered_input(module: nn.Module, x: Tensor) -> Tensor:
     return x.to(lower)
 
 
-def product_and_bias(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def product_and_bias(module: nn.Module, x: Tensor, *, written_out: bool = False) -> tuple[Tensor, Tensor] | None:
     """x Wᵀ and b, where a module does nothing but add them up.
 
-    Not for Conv1D: where it is in use its output goes on to an activation of many steps, whose gradient the compiler
-    would make twice, with and without what belongs to x Wᵀ alone.
+    written_out: whether it may go on to an activation that is written out, operation by operation. Models with Conv1D
+    have such, and the compiler would make the gradient twice, with and without what belongs to x Wᵀ alone.
     """
-    if type(module) is not nn.Linear:
+    if not is_plain_linear(module) or (written_out and type(module) is not nn.Linear):
         return None
     weight: Any = module.weight
     bias: Any = module.bias
     if type(weight) not in TENSORS or type(bias) not in TENSORS:  # sharded, quantised; or there is none
         return None
-    return F.linear(x, weight), bias
+    if type(module) is nn.Linear:
+        return F.linear(x, weight), bias
+    return torch.mm(x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1]), bias

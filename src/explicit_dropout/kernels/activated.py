@@ -22,17 +22,31 @@ from torch.nn import functional as F
 from explicit_dropout.kernels import energy, plain
 from explicit_dropout.kernels.inlining import inlined
 
+
+def quick_gelu(h: Tensor) -> Tensor:
+    """h σ(1.702 h), the GELU of CLIP."""
+    return h * torch.sigmoid(QUICK * h)
+
+
+QUICK = 1.702
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
     "silu": F.silu,
 }
 """The activations that there are kernels for, by name, in torch: those that keep their input, as the kernels do."""
 
+TIMM = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+"""Those of timm.layers.activations, by class."""
+
 HUGGING_FACE = {
     "GELUActivation": F.gelu, "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "SiLUActivation": "silu",
+    "NewGELUActivation": "gelu_tanh", "FastGELUActivation": "gelu_tanh", "AccurateGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
 }  # fmt: skip
-"""Those of transformers.activations: what their `act` has to be, or what they are."""
+"""Those of transformers.activations: what their `act` has to be, or what they are. Some are written out, operation by
+operation, which takes as many passes over the tensor, and under autocast may give float32 back."""
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -44,6 +58,8 @@ def activation_of(module: nn.Module) -> str | None:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
     if kind is nn.SiLU:
         return None if module.inplace else "silu"
+    if kind.__module__ == "timm.layers.activations":
+        return TIMM.get(kind.__name__)
     if kind.__module__ != "transformers.activations" or kind.__name__ not in HUGGING_FACE:
         return None
     known, own = HUGGING_FACE[kind.__name__], getattr(module, "act", None)
@@ -156,8 +172,9 @@ def slope_of(kind: str, h: Tensor) -> Tensor:
     if kind == "gelu_tanh":
         below = torch.sigmoid(2 * root * (h + 0.044715 * h**3))
         return below + 2 * h * below * (1 - below) * root * (1 + 3 * 0.044715 * h * h)
-    below = torch.sigmoid(h)
-    return below * (1 + h * (1 - below))
+    steep = QUICK if kind == "quick_gelu" else 1.0
+    below = torch.sigmoid(steep * h)
+    return below * (1 + steep * h * (1 - below))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -21,9 +21,11 @@ from explicit_dropout.kernels.launch import Launch, remembered
 BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 16, 128, 8
 PROGRAMS = 4096
 """About how many programs share a tensor: the arithmetic of an activation wants more of them than a sum of squares."""
+MOST_PARTS = 170
+"""Of a narrow tensor: there are sums of all columns for every part, which have to be added up."""
 _most: Callable[[int, int], int] = torch.sym_max
 _least: Callable[[int, int], int] = torch.sym_min
-KINDS = {"gelu": 0, "gelu_tanh": 1, "silu": 2}
+KINDS = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "quick_gelu": 3}
 
 
 @triton.jit
@@ -37,9 +39,12 @@ def _activation(h, KIND: tl.constexpr):
         below = tl.sigmoid(2 * inner)  # ½ (1 + tanh)
         steep = 0.7978845608028654 * (1 + 0.134145 * h * h)
         result, slope = h * below, below + 2 * h * below * (1 - below) * steep
-    else:
+    elif KIND == 2:
         below = tl.sigmoid(h)
         result, slope = h * below, below * (1 + h * (1 - below))
+    else:
+        below = tl.sigmoid(1.702 * h)
+        result, slope = h * below, below * (1 + 1.702 * h * (1 - below))
     return result, slope
 
 
@@ -177,7 +182,7 @@ def cut(rows: int, columns: int) -> tuple[int, int, int]:
     """
     tiles = triton.cdiv(columns, BLOCK_COLUMNS)
     blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    parts = _most(1, _least(max(16, PROGRAMS // max(tiles, 1)), blocks))
+    parts = _most(1, _least(min(MOST_PARTS, max(16, PROGRAMS // max(tiles, 1))), blocks))
     return parts, tiles, BLOCK_ROWS * _most(1, (blocks + parts - 1) // parts)
 
 
