@@ -173,17 +173,26 @@ class Plan:
             first = module is self.model and bool(module._forward_pre_hooks)
             before = hooks[0] if len(hooks) == 1 else Before(self.collector, hooks)
             handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=first)
+            in_order(module._forward_pre_hooks)
             handles.append(handle)
             if any(isinstance(hook, TAKING if module is self.model else READING) for hook in hooks):
                 self.root.last.append((module, handle.id))
         for module, hooks in self.after.items():
-            # In front of the hooks of sharding wrappers, which take the weights away again. Where there are none, no
-            # order is asked for: the compiler of torch 2.11 mixes up hooks that have changed places.
+            # In front of sharding wrappers, whose hooks take the weights away again, and of others that change outputs.
             first = bool(module._forward_hooks)
             alone = len(hooks) == 1 and not isinstance(hooks[0], TIDYING)
             after = hooks[0] if alone else After(self.collector, hooks)
             handle = module.register_forward_hook(after, with_kwargs=True, prepend=first, always_call=not alone)
+            in_order(module._forward_hooks)
             handles.append(handle)
+
+
+def in_order(hooks: dict[int, Any]) -> None:
+    """Put hooks in anew as they come. What was moved to the front stands there for Python alone: the compiler of torch
+    2.11 goes by the order of insertion, and takes one hook for another."""
+    found = list(hooks.items())
+    hooks.clear()
+    hooks.update(found)
 
 
 def is_known(module: nn.Module) -> bool:
