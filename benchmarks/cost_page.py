@@ -45,6 +45,8 @@ COMMANDS = {
 STEPS = ("step-time-h200", "step-time-cpu")
 STOCHASTIC = tuple(name for name, treatment in TREATMENTS.items() if treatment.kind != "explicit")
 """What has no penalty."""
+FLATTERED = {("GPT-2 small, 16 × 1024", "eager"), ("GPT-2 small, 16 × 1024", "graph")}
+"""Where kernels replace an activation that the step without dropout makes by one operation after the other."""
 Row = dict[str, Any]
 
 
@@ -348,7 +350,11 @@ def augmentation(results: dict[str, Any]) -> str:
 def goals(results: dict[str, Any]) -> str:
     """What was aimed at, in how many cells it was reached, and the cell that is furthest from it."""
     gpu, cpu = ([] if results[name] is None else whole(results[name]["rows"]) for name in STEPS)
-    plain = [row for row in gpu if row["treatment"].endswith((" paper", " inverted"))]
+    plain = [
+        row
+        for row in gpu
+        if row["treatment"].endswith((" paper", " inverted")) and (row["model"], row["mode"]) not in FLATTERED
+    ]
     linear = [row for row in plain if row["treatment"].startswith(("V+", "AV+"))]
     scores = [row for row in plain if row["treatment"].startswith(("Q+", "QK+"))]
     small = [row for row in cpu if row["treatment"] in ("V+FF paper", "V+FF bernoulli", "V+FF inverted")]

@@ -38,8 +38,8 @@ from together import Alone, Cell, together
 from treatments import TREATMENTS, Treatment
 
 SHORT = (
-    "none", "stochastic V+FF", "stochastic Q+FF", "DropKey+FF", "V+FF paper", "V+FF inverted", "AV+FF paper",
-    "Q+FF paper", "QK+FF inverted", "V+FF paper, plain autograd", "V+FF paper, literal traces",
+    "none", "none, GELU by torch", "stochastic V+FF", "stochastic Q+FF", "DropKey+FF", "V+FF paper", "V+FF inverted",
+    "AV+FF paper", "Q+FF paper", "QK+FF inverted", "V+FF paper, plain autograd", "V+FF paper, literal traces",
 )  # fmt: skip
 LONG = tuple(name for name in TREATMENTS if name in SHORT or name in (
     "model's own dropout", "model's own dropout, twins", "V+FF bernoulli", "Q+FF inverted",

@@ -12,25 +12,26 @@ from literal import LiteralTraces
 from torch import Tensor, nn
 
 import explicit_dropout as xd
-from explicit_dropout.kernels import energy
+from explicit_dropout.kernels import activation_of, energy
 
 RATE, STRENGTH = 0.2, 1e-3
 LAWS = {"paper": xd.paper(RATE), "bernoulli": xd.bernoulli(RATE), "inverted": xd.inverted(RATE)}
 ATTENTION = {"V": "value", "AV": "attended_value", "Q": "query", "QK": "query_key"}
+Kind = Literal["none", "one_operation", "model", "twins", "stochastic", "drop_key", "explicit", "plain", "literal"]
 
 
 @dataclass(frozen=True)
 class Treatment:
     """How components are treated.
 
-    - none: not at all.
+    - none: not at all. one_operation: neither, but for activations that are written out, which torch makes at once.
     - model: by the dropout that the model brings, everywhere where it has some. twins: by `convert_dropout` of that.
     - stochastic: by nn.Dropout on the input of each site, the place where explicit dropout stands for it.
     - drop_key: DropKey in attention, nn.Dropout on the inputs of feed-forward layers.
     - explicit: by `ExplicitDropout`. plain: the same without fused kernels. literal: the same as traces.
     """
 
-    kind: Literal["none", "model", "twins", "stochastic", "drop_key", "explicit", "plain", "literal"] = "none"
+    kind: Kind = "none"
     components: tuple[str, ...] = ()
     noise: xd.Noise | None = None
 
@@ -41,6 +42,8 @@ class Treatment:
 
     def attach(self, model: nn.Module) -> Callable[[], Tensor] | None:
         """Change the model; what is returned gives the penalty after each forward pass."""
+        if self.kind == "one_operation":
+            activate_at_once(model)
         if self.kind in ("stochastic", "drop_key"):
             drop_inputs(model, self.components)
         if self.kind == "drop_key":
@@ -72,6 +75,15 @@ def drop_inputs(model: nn.Module, components: Sequence[str]) -> None:
         module.register_forward_pre_hook(DropInput())
 
 
+def activate_at_once(model: nn.Module) -> None:
+    """Let torch make each GELU in one operation, whatever the model has for it: GPT-2's is written out in eight."""
+    at_once = {"gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh")}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (kind := activation_of(child)) in at_once:
+                setattr(parent, name, at_once[kind])
+
+
 @contextmanager
 def plain_autograd() -> Iterator[None]:
     """No kernels inside, since there is no precision that they serve: penalties are torch's own operations."""
@@ -86,6 +98,7 @@ def plain_autograd() -> Iterator[None]:
 def _all() -> dict[str, Treatment]:
     found = {
         "none": Treatment(),
+        "none, GELU by torch": Treatment("one_operation"),
         "model's own dropout": Treatment("model"),
         "model's own dropout, twins": Treatment("twins"),
         "stochastic V+FF": Treatment("stochastic", ("value", "feed_forward")),

@@ -1,6 +1,6 @@
 """docs/results.md from results/: every table, what is missing and the command that goes on, and what follows from it.
 
-    python experiments/results.py              # writes docs/results.md, and its summary in README.md
+    python experiments/results.py              # writes docs/results.md, and tables in README.md and docs/findings.md
     python experiments/results.py --check      # only says whether they are current
 
 Tables and statistics are the report's (`explicit_dropout.lab.report`). The command beside a row is the one in the first
@@ -8,6 +8,7 @@ lines of its experiment file. Nothing is concluded from fewer than five pairs.
 """
 
 import argparse
+import re
 import shlex
 import sys
 from collections import Counter
@@ -291,7 +292,7 @@ def answered(analyses: Iterable[Analysis]) -> list[str]:
     for analysis in analyses:
         for question in analysis.experiment.questions:
             asked.setdefault(question.text, []).append((analysis, question))
-    where = "Where explicit dropout helps and where not is said in words in the README, *What it does for accuracy*."
+    where = "Where explicit dropout helps and where not is said in words under [what was seen](findings.md)."
     lines = ["## Answers", "", where, ""]
     for text, said in asked.items():
         lines += [f"### {text}", ""]
@@ -378,7 +379,7 @@ def stopped_early(analyses: Iterable[Analysis]) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------------- README
+# ---------------------------------------------------------------------------------------------- summaries
 
 
 SUMMARISED = {
@@ -414,7 +415,8 @@ OTHERS = {
     "weight decay": "none+weight_decay",
 }  # fmt: skip
 """The rows that it is compared with."""
-MARKS = "<!-- begin results -->", "<!-- end results -->"
+SUMMARISING = ("README.md", "docs/findings.md")
+"""Pages with places for a summary: <!-- begin NAME --> … <!-- end NAME -->."""
 
 
 def reductions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
@@ -435,7 +437,7 @@ def row_of(analysis: Analysis, name: str) -> Row | None:
     return next((row for row in analysis.rows if row.name == shown(analysis, name)), None)
 
 
-def summary(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> str:
+def scores(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) -> str:
     """Test numbers of the rows that answers are about, as far as there are five of each."""
     lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---|" * len(COLUMNS)]
     for words, row in SUMMARISED.items():
@@ -463,26 +465,37 @@ def compared(analyses: Mapping[str, Analysis], reductions: Mapping[str, str]) ->
     return "\n".join(lines)
 
 
-def readme(root: Path) -> str:
-    """README.md with its summary made anew."""
+def summaries(root: Path) -> dict[Path, str]:
+    """The pages that have summaries, with these made anew."""
     sources = {name: source(file, root) for name, file in FILES.items()}
     analyses = {part.experiment.name: part.analysis for found in sources.values() for part in found.parts}
     averaged = reductions({name: found.module for name, found in sources.items()})
-    text = (root / "README.md").read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    words = next(words for words, row in SUMMARISED.items() if row == COMPARED).removeprefix("explicit, ")
-    title = f"Explicit dropout of {words} layers, paired differences in points with 95 % intervals:"
-    made = "\n\n".join([summary(analyses, averaged), title, compared(analyses, averaged)])
-    return f"{before}{MARKS[0]}\n\n{made}\n\n{MARKS[1]}{after}"
+    made = {"scores": scores(analyses, averaged), "differences": compared(analyses, averaged)}
+    return {root / name: filled((root / name).read_text(encoding="utf-8"), made) for name in SUMMARISING}
+
+
+def filled(text: str, made: Mapping[str, str]) -> str:
+    """A page with what stands between its marks made anew."""
+    return re.sub(
+        r"<!-- begin (\w+) -->.*?<!-- end \1 -->",
+        lambda found: f"<!-- begin {found[1]} -->\n\n{made[found[1]]}\n\n<!-- end {found[1]} -->",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def pages(root: Path) -> dict[Path, str]:
+    return {root / "docs" / "results.md": page(root), **summaries(root)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make docs/results.md, and its summary in README.md, from results/.")
+    parser = argparse.ArgumentParser(
+        description="Make docs/results.md, and tables in README.md and docs/findings.md, from results/."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if one of them is not current")
     given = parser.parse_args(arguments)
     root = HERE.parent
-    made = {root / "docs" / "results.md": page(root), root / "README.md": readme(root)}
+    made = pages(root)
     stale = [path for path, text in made.items() if path.read_text(encoding="utf-8") != text]
     for path in made:
         print(f"{path.relative_to(root)} {'is not current' if path in stale else 'is current'}.")

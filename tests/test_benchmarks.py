@@ -162,6 +162,21 @@ def test_a_literal_trace_is_that_of_the_reference():
     torch.testing.assert_close(Hook(traces, site).linear(x), expected)
 
 
+@pytest.mark.parametrize("host", TINY)
+def test_gelu_by_torch_is_the_same_function_in_one_operation(host):
+    model, batch = tiny(host), TINY[host].batch
+    plain = model(**batch).logits.detach()
+    before = len(activations(model))
+    assert TREATMENTS["none, GELU by torch"].attach(model) is None
+    assert activations(model) == {torch.nn.GELU}
+    assert before == 1
+    torch.testing.assert_close(model(**batch).logits.detach(), plain)
+
+
+def activations(model):
+    return {type(module) for module in model.modules() if kernels.activation_of(module)}
+
+
 def test_plain_autograd_switches_every_kernel_off_and_on_again(monkeypatch):
     monkeypatch.setattr(energy, "HAS_TRITON", True)
     with FakeTensorMode():
@@ -229,7 +244,7 @@ def test_what_has_no_floor_says_so():
 
 def test_layers_that_make_queries_keys_and_values_at_once_count_what_belongs_to_each():
     rows = BATCH * 8
-    outputs = LAYERS * rows * (WIDTH + 4 * WIDTH + WIDTH) * 4
+    outputs = LAYERS * rows * (WIDTH + WIDTH) * 4  # those of the first feed-forward layers are an activation's
     assert least_bytes(TINY["GPT-2"], TREATMENTS["V+FF paper"], "cpu") == 4 * outputs
 
 

@@ -126,11 +126,11 @@ def test_a_sum_over_tokens_is_a_mean_over_tokens_at_as_many_times_the_strength(r
 # ---------------------------------------------------------------------------------------------- the page
 
 
-def test_the_page_of_results_is_current(page_maker):
-    written = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert written == page_maker.page(ROOT), "run python experiments/results.py"
-    written = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert written == page_maker.readme(ROOT), "run python experiments/results.py"
+def test_the_pages_of_results_are_current(page_maker):
+    made = page_maker.pages(ROOT)
+    assert {path.name for path in made} == {"results.md", "README.md", "findings.md"}
+    for path, text in made.items():
+        assert path.read_text(encoding="utf-8") == text, "run python experiments/results.py"
 
 
 def test_with_nothing_run_no_cell_of_ours_has_a_number_and_nothing_is_concluded(page_maker, tmp_path):
@@ -215,9 +215,9 @@ def test_a_question_about_a_row_that_is_not_there_is_an_error():
 def test_the_page_can_be_checked_from_the_command_line(page_maker, capsys, monkeypatch, tmp_path):
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(page_maker, "HERE", tmp_path / "experiments")
-    for name, text in (("page", "made"), ("readme", "made, too")):
-        monkeypatch.setattr(page_maker, name, lambda _, text=text: text)
-    for path in (tmp_path / "docs" / "results.md", tmp_path / "README.md"):
+    made = {tmp_path / "docs" / "results.md": "made", tmp_path / "README.md": "made, too"}
+    monkeypatch.setattr(page_maker, "pages", lambda _: made)
+    for path in made:
         path.write_text("old")
     assert page_maker.main(["--check"]) == 1
     assert page_maker.main([]) == 0
