@@ -15,6 +15,8 @@ from explicit_dropout.stochastic import (
     DropKey,
     Dropout,
     DropPath,
+    drop_heads,
+    dropout,
     rates_over_depth,
     recording,
     replaying,
@@ -176,6 +178,21 @@ def test_dropout_and_drop_path_drop_at_their_rate_and_rescale(p):
     assert (paths == paths[:, :1, :1]).all(), "a branch is dropped whole"
     assert within_binomial_bounds(paths[:, 0, 0] == 0, p)
     assert paths.max() == kept.max()
+
+
+def test_functions_draw_what_modules_draw():
+    x = scores(dtype=torch.float32)
+    weights = x.softmax(-1)
+    for module, given, function in (
+        (Dropout(RATE), x, lambda: dropout(x, RATE)),
+        (AttentionDropout(RATE), x, lambda: dropout(weights, RATE)),
+        (DropHead(RATE), x, lambda: drop_heads(weights, RATE)),
+    ):
+        torch.manual_seed(1)
+        wanted = module(given)
+        torch.manual_seed(1)
+        assert torch.equal(function(), wanted)
+    assert dropout(x, RATE, training=False) is x
 
 
 def test_a_column_is_dropped_for_all_queries():

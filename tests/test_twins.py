@@ -81,6 +81,23 @@ def torchvision_vit():
     return torchvision.models.VisionTransformer(32, 8, 2, 4, 16, 24, dropout=0.1, attention_dropout=0.2, num_classes=3)
 
 
+class Own(nn.Module):
+    """A layer with dropout of this library, of one kind of treatment inside attention."""
+
+    def __init__(self, treatment):
+        super().__init__()
+        self.project, self.out, self.treatment = nn.Linear(16, 48), nn.Linear(16, 16), treatment
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.dropout, self.nothing = xd.stochastic.Dropout(0.2), xd.stochastic.Dropout(0.0)
+        self.attended, self.branch = xd.stochastic.Dropout(0.1), xd.stochastic.DropPath(0.3)
+
+    def forward(self, x):
+        queries, keys, values = torch.unflatten(self.project(x), -1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        heads = self.treatment(queries @ keys.mT / 2) @ values
+        x = x + self.branch(self.out(self.nothing(self.attended(heads.transpose(1, 2).flatten(2)))))
+        return x + self.down(self.dropout(self.up(x).relu()))
+
+
 MASKED = {"attention_mask": MASK}
 PADDED = {"src_key_padding_mask": MASK == 0}
 BOTH = {**MASKED, "decoder_input_ids": IDS}
@@ -96,6 +113,8 @@ MODELS = {
     "Llama": (llama, (IDS,), MASKED, 2),
     "timm ViT": (timm_vit, (IMAGES,), {}, 12),
     "torchvision ViT": (torchvision_vit, (IMAGES,), {}, 9),
+    "own attention dropout": (lambda: Own(xd.stochastic.AttentionDropout(0.3)), (TOKENS,), {}, 4),
+    "own DropHead": (lambda: Own(xd.stochastic.DropHead(0.3)), (TOKENS,), {}, 4),
 }
 
 
@@ -135,23 +154,25 @@ def sampled(draw, number=4000):
         noisy = [F.scaled_dot_product_attention(*many, mask, draw.rate, causal, scale=scale) for _ in range(100)]
         return 0.5 * (torch.cat(noisy) - clean).square().flatten(1).sum(1)
     kind = kind_of(draw)
-    operand = draw.uses[0].x if kind in ("linear", "attention_weights") else draw.x
+    operand = draw.uses[0].x if kind in ("linear", "attention_weights", "drop_head") else draw.x
     many = operand.expand(number, *operand.shape)
     if kind == "drop_path":
         shape = (number, operand.shape[0], *(1 for _ in operand.shape[1:]))
         deviation = many * (torch.rand(shape) >= draw.rate) / (1 - draw.rate) - many
+    elif kind == "drop_head":
+        deviation = F.dropout1d(many.flatten(0, 1).flatten(2), draw.rate).view(many.shape) - many
     else:
         deviation = F.dropout(many, draw.rate) - many
     if kind == "linear":
         deviation = deviation @ draw.uses[0].other.mT
-    elif kind == "attention_weights":
+    elif kind in ("attention_weights", "drop_head"):
         deviation = deviation @ draw.uses[0].other
     return 0.5 * deviation.square().flatten(1).sum(1)
 
 
 def counted(draw):
     """The tokens of a draw: positions of a tensor, queries of attention."""
-    if isinstance(draw, Weighed) or kind_of(draw) == "attention_weights":
+    if isinstance(draw, Weighed) or kind_of(draw) in ("attention_weights", "drop_head"):
         weights = draw.call()[0] if isinstance(draw, Weighed) else draw.uses[0].x
         samples = weights.shape[:-3].numel() if weights.ndim > 3 else 2  # of BLOOM, which has heads in the same axis
         return samples * weights.shape[-2]
@@ -424,6 +445,27 @@ def test_uses_are_all_that_happens_to_a_result():
     assert kinds(lambda self, x: torch.addmm(self.second.bias, self.dropped(x).view(-1, 8), self.second.weight)) == [
         "linear"
     ]
+
+
+def test_own_kinds_are_known_by_what_is_done_with_them_and_rate_0_does_nothing():
+    twins = xd.convert_dropout(Own(xd.stochastic.DropHead(0.3)), 1.0, drop_head=0.5)
+    twins.model(TOKENS)
+    twins()
+    assert [(site.name, site.rate) for site in twins.sites] == [
+        ("treatment:drop_head", 0.3), ("attended:linear", 0.1), ("branch:drop_path", 0.3), ("dropout:linear", 0.2)
+    ]  # fmt: skip
+    assert twins.strengths()["treatment:drop_head"] == 0.5
+
+
+def test_padded_queries_of_whole_heads_do_not_count():
+    model = Own(xd.stochastic.DropHead(0.3))
+    twins = xd.convert_dropout(model, 1.0, padding=lambda _path, _x: MASK.bool())
+    model(TOKENS)
+    twins()
+    queries, keys, values = torch.unflatten(model.project(TOKENS), -1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+    heads = (queries @ keys.mT / 2).softmax(-1) @ values
+    real = heads.transpose(1, 2)[MASK.bool()]
+    assert_close(twins.terms()["treatment:drop_head"], 0.5 * 0.3 / 0.7 * real.square().sum() / MASK.sum())
 
 
 def test_a_product_that_is_scaled_counts_so():
@@ -1027,6 +1069,28 @@ def test_other_dice_are_refused_or_kept(function, words):
     twins = xd.convert_dropout(model, 1.0, others="keep")
     model(X)
     assert twins() > 0
+
+
+@pytest.mark.parametrize("kind", [xd.stochastic.DropKey, xd.stochastic.DropAttention])
+def test_own_weights_that_are_renormalised_have_no_twin(kind):
+    twins = xd.convert_dropout(Own(kind(0.3)), 1.0)
+    with pytest.raises(xd.UnsupportedSiteError, match="treatment draws random numbers by rand"):
+        twins.model(TOKENS)
+
+
+def test_own_dropout_in_compiled_code_is_refused_and_not_left_random():
+    torch.compiler.reset()
+    twins = xd.convert_dropout(Own(xd.stochastic.DropHead(0.3)), 1.0)
+    with pytest.raises(Exception, match=r"xd\.stochastic have one in code that is not compiled"):
+        torch.compile(twins.model, backend="aot_eager", fullgraph=True)(TOKENS)
+    torch.compiler.reset()
+
+
+def test_whole_heads_that_go_elsewhere_than_to_their_values_are_refused():
+    twins = xd.convert_dropout(attention(lambda a, v: (a + 1) @ v), 1.0)
+    twins.model.dropped = xd.stochastic.DropHead(0.3).rescaled
+    with pytest.raises(xd.UnsupportedSiteError, match=r"one product A @ V"):
+        twins.model(torch.randn(3, 5, 8))
 
 
 def test_what_cannot_be_exact_is_refused_with_the_place():

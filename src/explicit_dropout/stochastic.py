@@ -4,7 +4,8 @@
     weights = treatment.weights(queries @ keys.mT / width**0.5)  # in train mode; the plain softmax in eval mode
 
 All random numbers come from `uniform`, so a forward pass can be recorded and played again with numbers of one's own.
-A number u drops where u < p: whatever the precision of a model, its masks are the same.
+A number u drops where u < p: whatever the precision of a model, its masks are the same. What is dropped and rescaled
+passes through `dropout` and `drop_heads`, which `convert_dropout` knows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from explicit_dropout import checks
 from explicit_dropout.errors import CollectionError
@@ -30,6 +32,8 @@ __all__ = [
     "DropKey",
     "DropPath",
     "Dropout",
+    "drop_heads",
+    "dropout",
     "rates_over_depth",
     "recording",
     "replaying",
@@ -140,11 +144,15 @@ class AttentionTreatment(nn.Module, ABC):
         """The weights of scores (*batch, heads, query, key), which may be −inf where a mask forbids a key."""
         if not self.active:
             return scores.softmax(-1)
-        dropped = self.dropped(scores.shape, scores.device)
         if not self.renormalise:
-            return scores.softmax(-1).masked_fill(dropped, 0) / (1 - self.p)
+            return self.rescaled(scores.softmax(-1))
+        dropped = self.dropped(scores.shape, scores.device)
         nothing_left = (dropped | scores.isneginf()).all(-1, keepdim=True)
         return scores.masked_fill(dropped & ~nothing_left, -torch.inf).softmax(-1)
+
+    def rescaled(self, weights: Tensor) -> Tensor:
+        """What is left of the plain softmax, divided by 1 − p."""
+        return _rescaled(weights, self.dropped(weights.shape, weights.device), self.p)
 
     def forward(self, scores: Tensor) -> Tensor:
         return self.weights(scores)
@@ -161,6 +169,9 @@ class AttentionDropout(AttentionTreatment):
 
     def dropped(self, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
         return uniform(shape, device) < self.p
+
+    def rescaled(self, weights: Tensor) -> Tensor:
+        return dropout(weights, self.p)
 
 
 class DropAttention(AttentionTreatment):
@@ -221,6 +232,16 @@ class DropHead(AttentionTreatment):
     def dropped(self, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
         return uniform((*shape[:-2], 1, 1), device) < self.p
 
+    def rescaled(self, weights: Tensor) -> Tensor:
+        return drop_heads(weights, self.p)
+
+
+def drop_heads(input: Tensor, p: float = 0.5) -> Tensor:
+    """Attention weights (*batch, heads, query, key) without some of the heads, the others divided by 1 − p."""
+    if has_torch_function_unary(input):
+        return handle_torch_function(drop_heads, (input,), input, p)
+    return _rescaled(input, uniform((*input.shape[:-2], 1, 1), input.device) < p, p)
+
 
 # ---------------------------------------------------------------------------------------------- outside attention
 
@@ -235,7 +256,14 @@ class Dropout(nn.Dropout):
         super().__init__(_rate(p))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rescaled(x, x.shape, self.p) if self.training and self.p > 0 else x
+        return dropout(x, self.p, self.training)
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """`torch.nn.functional.dropout` with its random numbers from `uniform`."""
+    if has_torch_function_unary(input):
+        return handle_torch_function(dropout, (input,), input, p, training)
+    return _rescaled(input, uniform(input.shape, input.device) < p, p) if training and p > 0 else input
 
 
 class DropPath(nn.Module):
@@ -252,11 +280,12 @@ class DropPath(nn.Module):
     def forward(self, branch: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return branch
-        return _rescaled(branch, (branch.shape[0],) + (1,) * (branch.ndim - 1), self.p)
+        shape = (branch.shape[0],) + (1,) * (branch.ndim - 1)
+        return _rescaled(branch, uniform(shape, branch.device) < self.p, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
 
 
-def _rescaled(x: Tensor, mask_shape: Sequence[int], p: float) -> Tensor:
-    return x.masked_fill(uniform(mask_shape, x.device) < p, 0) / (1 - p)
+def _rescaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
+    return x.masked_fill(dropped, 0) / (1 - p)

@@ -42,6 +42,7 @@ class DropoutTwins(LayerLevel):
         *,
         linear: float | Schedule | None = None,
         attention_weights: float | Schedule | None = None,
+        drop_head: float | Schedule | None = None,
         hidden: float | Schedule | None = None,
         drop_path: float | Schedule | None = None,
         padding: Padding = "auto",
@@ -56,7 +57,7 @@ class DropoutTwins(LayerLevel):
         if width is not None and not callable(width):
             raise InputError("width", "None or a function of (module path, x)", repr(width))
         checks.choice("others", others, Others)
-        given = zip(KINDS, (linear, attention_weights, hidden, drop_path), strict=True)
+        given = zip(KINDS, (linear, attention_weights, drop_head, hidden, drop_path), strict=True)
         self._schedules = {kind: _schedule(kind, strength if own is None else own) for kind, own in given}
         self.model = model = uncompiled(model)
         refuse_second(model)
@@ -179,6 +180,7 @@ def convert_dropout(
     *,
     linear: float | Schedule | None = None,
     attention_weights: float | Schedule | None = None,
+    drop_head: float | Schedule | None = None,
     hidden: float | Schedule | None = None,
     drop_path: float | Schedule | None = None,
     padding: Padding = "auto",
@@ -197,13 +199,14 @@ def convert_dropout(
 
     - `linear`: the result goes to one linear layer and nowhere else (dropout inside feed-forward networks);
     - `attention_weights`: they are dropped from, and multiplied with values;
+    - `drop_head`: the same, whole heads at once (`stochastic.DropHead`);
     - `hidden`: anything else (residual branches, embeddings), measured at the result itself;
     - `drop_path`: whole branches (stochastic depth), measured at the branch.
 
     Args:
         strength: λ, a number or a schedule over calls. There is no value that makes a penalty equal to dropout: choose
             it by validation.
-        linear, attention_weights, hidden, drop_path: a λ of their own; 0 for neither dice nor penalty.
+        linear, attention_weights, drop_head, hidden, drop_path: a λ of their own; 0 for neither dice nor penalty.
         padding: "auto" takes `attention_mask` of models and `src_key_padding_mask` of torch.nn's layers as real tokens;
             None counts all tokens; a function of (module path, x) returns the mask.
         width: a function of (module path, x) that returns the axis of a tensor that is its width, where the layers
@@ -211,8 +214,8 @@ def convert_dropout(
         others: "refuse" raises where the model draws random numbers that have no twin; "keep" lets it.
     """
     return DropoutTwins(
-        model, strength, linear=linear, attention_weights=attention_weights, hidden=hidden, drop_path=drop_path,
-        padding=padding, width=width, others=others, **unknown,
+        model, strength, linear=linear, attention_weights=attention_weights, drop_head=drop_head, hidden=hidden,
+        drop_path=drop_path, padding=padding, width=width, others=others, **unknown,
     )  # fmt: skip
 
 

@@ -23,10 +23,12 @@ from explicit_dropout.hooks.fused import attention_parts, multihead_parts
 from explicit_dropout.hooks.torch_functions import (
     ATTENTION,
     DROPOUTS,
+    HEADS,
     MULTIHEAD,
     RANDOM,
     SAME,
     SOFTMAX,
+    SWITCHED,
     TIED,
     WEIGHING,
     bound,
@@ -87,7 +89,7 @@ class Interception(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func in DROPOUTS or func in TIED:
+        if func in DROPOUTS or func in TIED or func is HEADS:
             return self._dropout(func, args, given)
         if func is ATTENTION:
             return self._attention(args, given)
@@ -108,7 +110,7 @@ class Interception(TorchFunctionMode):
     def _dropout(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = bound(func, args, kwargs)
         x, rate = call["input"], self._rate(call["p"])
-        training = call["training"] if "training" in call else call["train"]
+        training = call.get("training", call.get("train", True))
         path = self.here() if training and rate else None
         if path is None:
             return self._using(func, args, kwargs)
@@ -117,8 +119,12 @@ class Interception(TorchFunctionMode):
         if not self._counts():
             return x if in_place else x.clone()
         self._check(path, rate)
-        tied = {"kind": "hidden", "axis": channels_of(func, x)} if func in TIED else {}
-        draw = Draw.of(path, rate, x, in_place=in_place, weights=self._is_weights(x), **tied)
+        facts: dict[str, Any] = {"weights": self._is_weights(x)}
+        if func in TIED:
+            facts |= {"kind": "hidden", "axis": channels_of(func, x)}
+        elif func is HEADS:
+            facts = {"kind": "drop_head", "weights": True}
+        draw = Draw.of(path, rate, x, in_place=in_place, **facts)
         self.draws.append(draw)
         self._mark(draw.passed, draw)
         return draw.passed
@@ -175,16 +181,17 @@ class Interception(TorchFunctionMode):
             )
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        name = getattr(func, "__name__", str(func))
         call = kwargs if "training" in kwargs else dict(zip(("input", "p", "training"), args, strict=False))
-        if "dropout" in name and call.get("training") is False:
+        if func in SWITCHED and call.get("training") is False:
             return
-        path = self.here()
+        name, path = getattr(func, "__name__", str(func)), self.here()
         if path is None:
             return
+        own = " The modules of xd.stochastic have one in code that is not compiled: compilers look into them."
         raise UnsupportedSiteError(
             f"{path or 'the model'} draws random numbers by {name}, which has no deterministic twin here. If it is "
             "meant to stay random (or is drawn for nothing, as for LayerDrop at rate 0): others='keep'."
+            + (own if torch.compiler.is_compiling() and func is torch.rand else "")
         )
 
     def here(self) -> str | None:
@@ -210,7 +217,8 @@ class Interception(TorchFunctionMode):
             return func(*args, **kwargs)
         first = self._of(args[0]) if args and isinstance(args[0], Tensor) else None
         result = func(*args, **kwargs)
-        if first is not None and func in SAME and result.shape[-1:] == args[0].shape[-1:]:
+        nothing_done = func in SAME or func in DROPOUTS  # which come here only where they draw nothing
+        if first is not None and nothing_done and result.shape[-1:] == args[0].shape[-1:]:
             self._mark(result, first)
         elif func is Tensor.__setitem__ or any(made.requires_grad for made in tensors_in((result,), {})):
             self._note_uses(args, kwargs, func)  # and not what only looks at it

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from explicit_dropout.errors import UnsupportedSiteError
 
-Kind = Literal["linear", "attention_weights", "hidden", "drop_path"]
+Kind = Literal["linear", "attention_weights", "drop_head", "hidden", "drop_path"]
 AttentionParts = tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float | None]
 """Queries, keys and values, (*batch, heads, token, width); what is added to scores, or may be seen; whether causal
 order is asked for; the scale."""
@@ -106,12 +106,17 @@ def kind_of(draw: Draw | Weighed) -> Kind:
     """Where a draw is measured: at the one linear map that its result goes to, or else at the result itself."""
     if isinstance(draw, Weighed):
         return "attention_weights"
-    alone = draw.uses[0].kind if len(draw.uses) == 1 and draw.untouched else None
+    alone = sole_use(draw)
     if alone == "linear" and draw.weights and draw.passed.ndim == 2:
         alone = "attention_weights"  # of one sample and head
     if alone == "attention_weights" and not draw.weights and draw.uses[0].x is not None and draw.uses[0].x.ndim == 3:
         alone = None  # a stack of matrices, of experts perhaps
     return draw.kind or alone or "hidden"
+
+
+def sole_use(draw: Draw) -> Kind | None:
+    """What becomes of a result that is used once, and as it is."""
+    return draw.uses[0].kind if len(draw.uses) == 1 and draw.untouched else None
 
 
 def versions(*tensors: Tensor | None) -> Versions:

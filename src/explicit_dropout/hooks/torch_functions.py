@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DROPOUTS = (F.dropout, torch.dropout)
+from explicit_dropout import stochastic
+
+DROPOUTS = (F.dropout, torch.dropout, stochastic.dropout)
 TIED = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
 """Whole channels at once: what they are tied to does not show in the energy of the tensor itself."""
+HEADS = stochastic.drop_heads
 ATTENTION = F.scaled_dot_product_attention
 MULTIHEAD = F.multi_head_attention_forward
 PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
@@ -33,6 +36,8 @@ RANDOM = (
     torch.native_dropout, torch.feature_alpha_dropout, F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax,
 )  # fmt: skip
 """Other dice, which have no twin here."""
+SWITCHED = tuple(func for func in RANDOM if "dropout" in getattr(func, "__name__", ""))
+"""Those that are told whether to draw."""
 
 _SIGNATURES: dict[Any, tuple[tuple[str, ...], dict[str, Any]]] = {
     ATTENTION: (
@@ -45,7 +50,7 @@ _SIGNATURES: dict[Any, tuple[tuple[str, ...], dict[str, Any]]] = {
     torch.dropout: (("input", "p", "train"), {}),
     torch.feature_dropout: (("input", "p", "train"), {}),
 }
-for _function in (*DROPOUTS, *TIED, MULTIHEAD):
+for _function in (*DROPOUTS, *TIED, HEADS, MULTIHEAD):
     if _function not in _SIGNATURES:
         _parameters = inspect.signature(_function).parameters
         _SIGNATURES[_function] = (

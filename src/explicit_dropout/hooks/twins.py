@@ -16,7 +16,7 @@ from explicit_dropout.errors import CollectionError, InputError, UnsupportedSite
 from explicit_dropout.hooks.calls import calls_itself
 from explicit_dropout.hooks.collector import Chain, Collector, Term, failed
 from explicit_dropout.hooks.dice import Interception
-from explicit_dropout.hooks.draws import Draw, Kind, Weighed, kind_of
+from explicit_dropout.hooks.draws import Draw, Kind, Weighed, kind_of, sole_use
 from explicit_dropout.hooks.fused import weight_energy
 from explicit_dropout.hooks.generators import Watch
 from explicit_dropout.hooks.taps import Padding
@@ -34,7 +34,7 @@ class Twin:
 
     Attributes:
         path: dotted path of the innermost module that draws.
-        component: linear, attention_weights, hidden or drop_path: where its effect is measured.
+        component: linear, attention_weights, drop_head, hidden or drop_path: where its effect is measured.
         rate: the model's own.
         name: path and component, and a number where a module draws several of a kind.
     """
@@ -144,7 +144,7 @@ class LeaveHook(TwinHook):
         if isinstance(draw, Weighed):
             return self._weighed(model, draw)
         noise = inverted(draw.rate) if draw.rescaled else bernoulli(draw.rate)
-        if kind == "attention_weights":
+        if kind == "attention_weights" or (kind == "drop_head" and sole_use(draw) == "attention_weights"):
             use = draw.uses[0]
             if use.x is None or use.other is None or use.changed:
                 raise _changed(draw)
@@ -152,7 +152,12 @@ class LeaveHook(TwinHook):
             if weights.ndim == 2:
                 weights, values = weights[None, None], values.mT[None, None]  # kept as a weight is
             mask = self.tokens.rows(model, draw.path, weights)
-            penalty = functional.attention_weights(weights, values, noise, mask=mask, reduction="none")
+            if kind == "drop_head":
+                heads = weights @ values
+                by_head = None if mask is None else mask.unsqueeze(-2).expand(heads.shape[:-1])
+                penalty = functional.hidden(heads, noise, mask=by_head, reduction="none")
+            else:
+                penalty = functional.attention_weights(weights, values, noise, mask=mask, reduction="none")
             return penalty.sum(), _number(weights.shape[:-3], weights.shape[-2], mask)
         if draw.weights:
             if not draw.untouched:
