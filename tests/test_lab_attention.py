@@ -1,9 +1,12 @@
 """Attention over few tokens: the kernels against explicit weights in float64. Needs a GPU, or TRITON_INTERPRET=1."""
 
+import copy
+
 import pytest
 import torch
 from torch.testing import assert_close
 
+import explicit_dropout as xd
 from explicit_dropout.kernels.energy import HAS_TRITON, interpreted
 from explicit_dropout.lab.attention import attention, bits, short_attention
 from explicit_dropout.stochastic import AttentionDropout, AttentionTreatment, DropAttention, DropHead, DropKey
@@ -121,3 +124,28 @@ def test_bits_are_those_of_the_mask(keys):
     assert torch.equal(((words[..., key // 32] >> (key % 32)) & 1).bool(), dropped)
     whole = torch.tensor([[True], [False]])
     assert torch.equal(bits(whole, keys), bits(whole.expand(2, keys), keys))
+
+
+class Attending(torch.nn.Module):
+    def __init__(self, treatment: AttentionTreatment) -> None:
+        super().__init__()
+        self.treatment = treatment
+        self.project = torch.nn.Linear(16, 48, device=DEVICE, dtype=HALF)
+
+    def forward(self, x):
+        return attention(*self.project(x).chunk(3, -1), 2, self.treatment)
+
+
+@pytest.mark.parametrize("treatment", [AttentionDropout(0.3), DropHead(0.3)], ids=repr)
+def test_twins_see_the_weights_that_a_kernel_would_keep_to_itself(treatment):
+    model, x = Attending(treatment), sides((3, 9, 2, 8))[0]
+    clean = copy.deepcopy(model).eval()
+    twins = xd.convert_dropout(model, 1.0)
+    assert_close(model(x), clean(x), rtol=1e-2, atol=1e-2)
+    q, k, v = (x.unflatten(-1, (2, 8)).transpose(1, 2).float() for x in model.project(x).chunk(3, -1))
+    weights = (q @ k.mT * 8**-0.5).softmax(-1)
+    if isinstance(treatment, DropHead):
+        wanted = xd.functional.hidden(weights @ v, xd.inverted(0.3), reduction="none").sum() / 27
+    else:
+        wanted = xd.functional.attention_weights(weights, v, xd.inverted(0.3))
+    assert_close(twins(), wanted, rtol=1e-2, atol=0)

@@ -255,6 +255,61 @@ def test_a_row_that_is_followed_to_the_loss_has_the_term_of_dropout_at_its_rate(
         penalty()
 
 
+TWINS = {
+    "dropout+implicit": {"attention_weights", "linear", "hidden"},
+    "implicit_v+implicit_inputs": {"linear"},
+    "drop_head+none": {"drop_head"},
+    "none+none": {"drop_path"},
+}
+
+
+@pytest.mark.parametrize("row", TWINS)
+def test_twins_of_a_row_take_its_dice_away_and_are_of_every_place_that_draws(row: str) -> None:
+    settings = {"drop_path": 0.3} if row == "none+none" else {}
+    (treatment,) = treatments(row, [STRENGTH], twins=True, rate=0.3, reduction="sample", **settings)
+    model = small(treatment)
+    penalty = attach(model, treatment)
+    outputs = model(images())
+    added = penalty()
+    assert {site.component for site in penalty.twins.sites} == TWINS[row]
+    assert {site.rate for site in penalty.twins.sites} == {0.3}
+    torch.testing.assert_close(added.double(), STRENGTH * sum(penalty.terms().values()).double(), rtol=1e-5, atol=0)
+    with torch.no_grad():
+        assert torch.equal(model(images()), outputs)  # in train mode
+        torch.testing.assert_close(model.eval()(images()), outputs)  # by fused attention
+
+
+def test_twins_of_dropout_at_the_inputs_are_the_row_under_the_exact_law() -> None:
+    values = []
+    for row, settings in (("implicit_v+implicit_inputs", {"twins": True}), ("explicit_v+explicit", {})):
+        (treatment,) = treatments(row, [STRENGTH], law="inverted", **settings)
+        model = small(treatment)
+        penalty = attach(model, treatment)
+        model(images())
+        values.append(penalty())
+        values[-1].backward()
+        values.extend(model.blocks[0].feed_forward.fc1.weight.grad)
+    half = len(values) // 2
+    torch.testing.assert_close(values[:half], values[half:])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"attention": "drop_key"}, "does not renormalise"),
+        ({}, "a treatment that draws, without a penalty"),
+        ({"feed_forward": "implicit", "rate": 0.0}, "a treatment that draws, without a penalty"),
+        ({"attention": "dropout", "feed_forward": "explicit"}, "without a penalty"),
+        ({"attention": "dropout", "feed_forward": "weight_decay"}, "without a penalty"),
+        ({"attention": "dropout", "strength": 0.0}, "strength"),
+        ({"attention": "dropout", "reduction": "sample"}, "changes nothing here"),
+    ],
+)
+def test_twins_of_what_has_none_are_refused(settings: dict, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Treatment(**{"twins": True, "strength": STRENGTH, **settings})
+
+
 def test_rows_for_queries_and_keys_are_the_same_row_under_the_papers_law() -> None:
     values = []
     for row in ("explicit_q+none", "explicit_k+none"):

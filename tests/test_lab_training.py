@@ -224,6 +224,25 @@ def test_a_penalty_that_is_followed_to_the_loss_refuses_a_step_that_is_compiled_
         penalties.refuse(FOLLOWED, replace(EXACT, cuda_graphs=True), "accuracy")
 
 
+TWINS = Treatment("dropout", "implicit", strength=0.1, drop_path=0.1, twins=True)
+
+
+def test_twins_train_and_are_logged_by_place(tmp_path: Path) -> None:
+    lines = trained(replace(RUN, treatment=TWINS), tmp_path).metrics()
+    assert lines[-1]["train_loss"] < lines[0]["train_loss"]
+    assert lines[-1]["penalty"] == pytest.approx(TWINS.strength * sum(lines[-1]["terms"].values()), rel=1e-5)
+    assert "blocks.1.attention.treatment:attention_weights" in lines[-1]["terms"]
+    assert trained(replace(RUN, treatment=TWINS), tmp_path / "again").metrics()[-1]["penalty"] == lines[-1]["penalty"]
+
+
+def test_twins_refuse_a_step_that_is_compiled_or_replayed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"execution\.compile` must be false: dropout\+implicit .*twins\] looks at"):
+        trained(replace(RUN, treatment=TWINS), tmp_path, replace(EXACT, compile=True))
+    with pytest.raises(InputError, match=r"execution\.cuda_graphs` must be false"):
+        penalties.refuse(TWINS, replace(EXACT, cuda_graphs=True), "accuracy")
+    penalties.refuse(TWINS, EXACT, "mean_average_precision")
+
+
 def test_a_penalty_that_is_followed_to_the_loss_refuses_examples_of_several_classes() -> None:
     with pytest.raises(InputError, match="several classes"):
         penalties.refuse(FOLLOWED, EXACT, "mean_average_precision")

@@ -412,8 +412,13 @@ def test_runs_are_grouped_by_shape_and_none_is_lost() -> None:
     assert {run.key for group in found for run in group} == {run.key for run in (*together, *apart)}
 
 
-def test_runs_whose_penalty_is_followed_to_the_loss_are_trained_alone(tmp_path: Path) -> None:
-    runs = [replace(EXPLICIT, treatment=Treatment("loss_v", "loss", strength=1.0), seed=seed) for seed in range(2)]
+@pytest.mark.parametrize(
+    "treatment",
+    [Treatment("loss_v", "loss", strength=1.0), Treatment("dropout", "implicit", strength=0.1, twins=True)],
+    ids=["followed to the loss", "twins"],
+)
+def test_runs_that_cannot_be_mapped_over_are_trained_alone(treatment: Treatment, tmp_path: Path) -> None:
+    runs = [replace(EXPLICIT, treatment=treatment, seed=seed) for seed in range(2)]
     assert [len(group) for group in groups(runs)] == [1, 1]
     store, alone = Store(tmp_path / "engine"), Store(tmp_path / "alone")
     Vectorised(processes=1)(runs, store, EXECUTION, lambda _: None)

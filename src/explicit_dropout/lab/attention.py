@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import has_torch_function_unary
 
 from explicit_dropout.kernels.energy import HAS_TRITON, by_triton
 from explicit_dropout.kernels.plain import like
@@ -24,7 +25,8 @@ LONGEST, WIDEST = 128, 64
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, treatment: AttentionTreatment | None = None) -> Tensor:
     """What each query attends to, (sample, token, heads · width) like queries, keys and values."""
     active = treatment if treatment is not None and treatment.active else None
-    if _serves(q, heads):
+    watched = active is not None and has_torch_function_unary(q)  # by twins, which know functions of torch
+    if not watched and _serves(q, heads):
         tokens, dropped, renormalise, rate = q.shape[1], None, False, 0.0
         if active is not None:
             dropped = bits(active.dropped((len(q), heads, tokens, tokens), q.device), tokens)

@@ -26,6 +26,8 @@ AttentionTreatment = Literal[
     "loss_q", "loss_k", "loss_v",
 ]  # fmt: skip
 STOCHASTIC_ATTENTION = ("dropout", "drop_attention", "drop_attention_column", "drop_key", "drop_head")
+RENORMALISED_ATTENTION = ("drop_attention", "drop_attention_column", "drop_key")
+"""Stochastic treatments without a deterministic twin."""
 FeedForwardTreatment = Literal[
     "none", "implicit", "implicit_inputs", "explicit", "arora", "loss", "activation_l2", "weight_decay",
 ]  # fmt: skip
@@ -187,7 +189,7 @@ class Treatment(Settings):
             of both layers, where explicit stands for it), explicit, arora, loss; or a control for the whole model:
             activation_l2 (of everything that a residual branch adds) and weight_decay (by the optimiser).
         rate: the drop rate p.
-        strength: λ, shared by the penalties of attention and feed-forward.
+        strength: λ, shared by the penalties of attention and feed-forward, or by all twins.
         law: the moments of explicit penalties.
         reduction: penalties as a mean over tokens, or as a sum over tokens and a mean over samples.
         reading: scores as the model has them, or the paper's formulas taken literally.
@@ -195,6 +197,7 @@ class Treatment(Settings):
         drop_path: the rate at which whole residual branches are dropped, rising from 0 to this over depth.
         extra_dropout: rate of an `nn.Dropout` in the feed-forward that is used beside explicit penalties.
         decreasing: for stochastic attention: the rate falls to 0 over depth.
+        twins: whatever the treatment would draw is replaced by its deterministic twin (`convert_dropout`).
     """
 
     attention: AttentionTreatment = "none"
@@ -208,6 +211,7 @@ class Treatment(Settings):
     drop_path: float = 0.0
     extra_dropout: float = 0.0
     decreasing: bool = False
+    twins: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,6 +219,8 @@ class Treatment(Settings):
             self._range(name, getattr(self, name), 0, 1, open_high=True)
         self._range("strength", self.strength, 0)
         self._range("span", self.span, 1)
+        if self.twins:
+            self._check_twins()
         if self.has_strength != (self.strength > 0):
             raise InputError(
                 "treatment.strength", "above 0 with a penalty, and 0 without one", f"{self.strength:g} for {self.row}"
@@ -232,13 +238,24 @@ class Treatment(Settings):
                     f"{getattr(self, name)!r} for {self.row}",
                 )
 
+    def _check_twins(self) -> None:
+        """Twins are of dropout that is drawn, and has a twin, and not beside what λ is the strength of already."""
+        draws = self.attention in (*STOCHASTIC_ATTENTION, "implicit_v") or self.feed_forward.startswith("implicit")
+        drawn = (draws and self.rate > 0) or self.drop_path > 0 or self.extra_dropout > 0
+        if self.attention in RENORMALISED_ATTENTION:
+            raise InputError(
+                "treatment.attention", "one that does not renormalise, since such weights have no twin", self.attention
+            )
+        if not drawn or has_strength(self.attention, self.feed_forward):
+            raise InputError("treatment.twins", "false, or a treatment that draws, without a penalty", self.row)
+
     def _applying(self) -> dict[str, bool]:
         """Settings that act on some treatments only, and whether they act on this one."""
         stochastic = self.attention in STOCHASTIC_ATTENTION
         return {
             "law": self.is_explicit,
             "reading": self.is_explicit,
-            "reduction": self.has_penalty and not self.is_loss_level,
+            "reduction": self.has_penalty and not self.is_loss_level and not self.twins,
             "span": self.attention.startswith("drop_attention"),
             "decreasing": stochastic,
             "extra_dropout": not self.feed_forward.startswith("implicit"),
@@ -247,12 +264,13 @@ class Treatment(Settings):
     @property
     def has_strength(self) -> bool:
         """Whether there is anything that λ is the strength of."""
-        return has_strength(self.attention, self.feed_forward)
+        return self.twins or has_strength(self.attention, self.feed_forward)
 
     @property
     def has_penalty(self) -> bool:
         """Whether anything is added to the loss."""
-        return has_strength(self.attention, "none" if self.feed_forward == "weight_decay" else self.feed_forward)
+        added = "none" if self.feed_forward == "weight_decay" else self.feed_forward
+        return self.twins or has_strength(self.attention, added)
 
     @property
     def is_explicit(self) -> bool:
@@ -277,6 +295,7 @@ class Treatment(Settings):
             f"extra dropout {self.extra_dropout:g}": self.extra_dropout > 0,
             "token sums": self.has_penalty and self.reduction == "sample",
             "literal reading": self.is_explicit and self.reading == "paper",
+            "twins": self.twins,
         }
         named = ", ".join(name for name, applies in special.items() if applies)
         return f"{self.attention}+{self.feed_forward}" + (f" [{named}]" if named else "")

@@ -1,4 +1,4 @@
-"""What a treatment adds to the loss: explicit dropout, also followed to the loss, Arora et al., activation L2."""
+"""What a treatment adds to the loss: explicit dropout, also followed there, twins, Arora et al., activation L2."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from explicit_dropout.lab.models import Transformer
 from explicit_dropout.loss_level import LossLevelDropout
 from explicit_dropout.noise import Noise, bernoulli, inverted, paper
 from explicit_dropout.regulariser import ExplicitDropout
+from explicit_dropout.twins import convert_dropout
 
 LAWS: dict[str, Callable[[float], Noise]] = {"paper": paper, "bernoulli": bernoulli, "inverted": inverted}
 COMPONENTS = {"q": "query", "k": "key", "qk": "query_key", "v": "value", "av": "attended_value"}
@@ -26,13 +27,14 @@ def attach(model: Transformer, treatment: Treatment) -> Penalty | None:
 
 
 def refuse(treatment: Treatment, execution: Execution, metric: Metric) -> None:
-    """What cannot be followed to the loss: compiled steps, and losses whose curvature depends on the labels."""
-    if not treatment.is_loss_level:
+    """Compiled steps where it cannot be; and losses that are followed but have a curvature that depends on labels."""
+    if not (treatment.is_loss_level or treatment.twins):
         return
+    reason = "differentiates the model twice" if treatment.is_loss_level else "looks at every call of dropout"
     for name in ("compile", "cuda_graphs"):
         if getattr(execution, name):
-            raise InputError(f"execution.{name}", f"false: {treatment.row} differentiates the model twice", "true")
-    if metric != "accuracy":
+            raise InputError(f"execution.{name}", f"false: {treatment.row} {reason}", "true")
+    if treatment.is_loss_level and metric != "accuracy":
         raise InputError(
             "treatment", "another one for examples of several classes: how their loss curves depends on how many",
             treatment.row,
@@ -50,6 +52,7 @@ class Penalty:
         self.strength = treatment.strength
         self.explicit: ExplicitDropout | None = None
         self.loss_level: LossLevelDropout | None = None
+        self.twins = convert_dropout(model, 1.0) if treatment.twins else None
         self.others: list[LinearTerms | OutputTerms] = []
         components: dict[str, Any] = {}
         kind, _, place = treatment.attention.partition("_")
@@ -87,9 +90,10 @@ class Penalty:
         if self.loss_level is not None:
             parts.append(self.loss_level(outputs))  # which says that it needs them, if they are not given
             self._terms |= self.loss_level.terms()
-        if self.explicit is not None:
-            parts.append(self.explicit())
-            self._terms |= self.explicit.terms()
+        for own in (self.explicit, self.twins):
+            if own is not None:
+                parts.append(own())
+                self._terms |= own.terms()
         for other in self.others:
             terms = other.take()
             parts.extend(terms.values())

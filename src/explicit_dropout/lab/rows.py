@@ -43,7 +43,8 @@ def treatments(row: str, strengths: Iterable[float], *, law: LawName = "paper", 
 
     Args:
         row: <attention treatment>+<feed-forward treatment>, as in the paper's tables.
-        settings: other fields of `Treatment`, such as rate; `reduction` is left out where no penalty is reduced.
+        settings: other fields of `Treatment`, such as rate or twins; `reduction` is left out where no penalty is
+            reduced.
     """
     attention, _, feed_forward = row.partition("+")
     for name, options in ((attention, get_args(AttentionTreatment)), (feed_forward, get_args(FeedForwardTreatment))):
@@ -56,11 +57,12 @@ def treatments(row: str, strengths: Iterable[float], *, law: LawName = "paper", 
     base: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, **settings}
     if attention.startswith("explicit") or feed_forward == "explicit":
         base["law"] = law
+    twins = bool(settings.get("twins"))
     averaged = "none" if feed_forward in ("weight_decay", "loss") else feed_forward
     if attention.startswith("loss_") or not has_strength(attention, averaged):
         base.pop("reduction", None)
     for strength in strengths:
-        if has_strength(attention, feed_forward):
+        if twins or has_strength(attention, feed_forward):
             yield Treatment(**base, strength=strength)
         else:
             yield Treatment(**base)

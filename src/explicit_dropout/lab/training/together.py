@@ -35,8 +35,8 @@ Finished = Callable[[Run], None]
 
 def fits(run: Run) -> Run:
     """What runs that are trained together have in common: the run with everything else at one value."""
-    if run.training.optimiser == "muon" or run.treatment.is_loss_level:
-        return run  # alone: steps are those of whole matrices, or differentiate what has been transformed already
+    if run.training.optimiser == "muon" or run.treatment.is_loss_level or run.treatment.twins:
+        return run  # alone: steps of whole matrices, second derivatives of what is transformed, or watched calls
     training = replace(
         run.training, epochs=1, learning_rate=1.0, weight_decay=0.0, schedule="constant", warm_up_epochs=0.0,
         final_learning_rate=0.0, clip=0.0, select="last", validate_every=1,
