@@ -221,7 +221,7 @@ def added(results: dict[str, Any]) -> str:
             continue
         before, after = base[row["model"]], row["profile"]
         more = {kind: total(after, pattern) - total(before, pattern) for kind, pattern in ADDED.items()}
-        busy = after["busy_ms"] - before["busy_ms"]
+        busy = after["busy_ms"] - row["none_busy_ms"]
         lines.append([
             row["model"], row["treatment"], *map(signed, more.values()),
             signed(busy - sum(more.values())), signed(busy), f"{after['launches'] - before['launches']:.0f}",
