@@ -19,6 +19,7 @@ ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 BLOCK = re.compile(r"block|layer", re.IGNORECASE)
 EXPERTS = re.compile(r"expert", re.IGNORECASE)
 EXPERT = re.compile(r"expert_?\d+", re.IGNORECASE)
+STEERING = re.compile(r"(^|_)(router|gate|gating|norm\d*|layernorm|layer_norm)$", re.IGNORECASE)
 POSITIONS = re.compile(r"rel(ative)?_?pos|pos(ition)?_?(bias|mlp)|cpb", re.IGNORECASE)
 Path = tuple[str, ...]
 REACH = 3
@@ -47,7 +48,7 @@ def in_place(found: Iterable[Found], paths: Mapping[nn.Module, str]) -> Iterator
     for item in found:
         network, path = item.described, _parts(paths[item.module])
         if item.guessed and isinstance(network, FeedForward) and network.layers:
-            if makes_positions(item.module, path) or inside_attention(network, path, attention):
+            if makes_positions(item.module, path) or steers(path) or inside_attention(network, path, attention):
                 continue
             if _is_sequence(item) and (
                 claimed & {layer.module for layer in network.layers} or not stands_beside(path, named | set(attention))
@@ -80,6 +81,11 @@ def mixture_around(path: Path, modules: Mapping[Path, nn.Module], attention: Col
 def makes_positions(module: nn.Module, path: Path) -> bool:
     """Whether the name of a module, of what holds it, or of its class tells of relative positions."""
     return any(POSITIONS.search(name) for name in (type(module).__name__, *path[-2:]))
+
+
+def steers(path: Path) -> bool:
+    """Whether a network makes weights of experts or scales of a normalisation, by its name or that of its holder."""
+    return any(STEERING.search(name) for name in path[-2:])
 
 
 def inside_attention(network: FeedForward, path: Path, attention: Mapping[Path, Attention]) -> bool:
