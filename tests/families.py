@@ -65,17 +65,26 @@ BEYOND = """## Everything else
   weights: under FSDP2 that leaves laws without a mean.
 - Experts that are modules of their own (a list or dictionary that is named for them, as in Switch Transformers) are
   refused for `feed_forward` as packed ones are: each sees other tokens at every step.
-- Layers of your own under the usual names are taken at their word: plain attention, causal if `is_causal`, `causal` or
-  the class name says so, (token, batch, width) if `batch_first` is False. Key heads of a fused layer are counted by the
-  width of the output projection. What shows that they are not is refused until a rule explains it: a mask or a bias in
-  the call, normalised queries, a rotary embedding, a mask that the module keeps, a `scale` that is a tensor or over 1.
-  Normalisations are told by a q, k or v in their names or by being as wide as a head, rotary embeddings by the name of
-  an argument, attribute or class. One layer that is called for two of query, key and value is refused, too.
+- Attention of your own under the usual names is tried: a copy of it, in eval mode, is given a sample of twenty random
+  tokens, and what it attends to has to be softmax(scale · Q Kᵀ) V. That settles how a fused layer is laid out (q ‖ k
+  ‖ v, or head by head), whether a query sees later keys, what a `scale` over 1 or a triangle that the module keeps is
+  for, and which layer is the output projection. Where no such reading explains the call, because queries are turned
+  or windows hide keys, scores are refused, and attended values too where something acts on these. A call needs
+  arguments with names of tokens and none of anything else; masks and positions may be left out.
+- What cannot be tried is taken at its word: plain attention, q ‖ k ‖ v, causal if `is_causal`, `causal` or the class
+  name says so; then attended values have `paper` alone. (token, batch, width) is what `batch_first = False` says. Key
+  heads of a fused layer are counted by the width of the output projection. Masks that depend on the length beyond
+  twenty tokens are not noticed.
+- Refused until a rule explains it, tried or not: a mask or a bias in the call, normalised queries, a rotary
+  embedding, a mask that the module keeps other than a triangle, a `scale` that is a tensor. Normalisations are told
+  by a q, k or v in their names or by being as wide as a head, rotary embeddings by the name of an argument, attribute
+  or class. One layer that is called for two of query, key and value is refused, too.
 - A feed-forward network is told by the usual names of two of its layers. Any linear layer beside them that has the
   shape of the first is a part of it, whatever its name: a gate.
 - An `nn.Sequential` of two linear layers around an activation is a feed-forward network, too, if it gives back the
   width that it takes and stands beside attention; dropout anywhere and a normalisation before it do not matter. By
-  whatever names, networks that change the width, make position biases or stand inside attention are none.
+  whatever names, networks that change the width, make position biases or stand inside attention are none, nor are those
+  of routers (`router`, `gate`) and normalisations.
 """
 
 

@@ -275,7 +275,7 @@ WEIGHTS = attended("weights=", "variance")
 
 def test_names_that_tell_of_norms_or_rotations_are_heeded() -> None:
     own = COMPONENTS[:5]
-    check(Own(), ((X,), {}), WEIGHTS, own)
+    check(Own(), ((X,), {}), {}, own)
     check(Own(q_norm=nn.LayerNorm(8)), ((X,), {}), {**scores("q_norm"), **WEIGHTS}, own)
     check(Own(rotary_emb=nn.Identity()), ((X,), {}), {**scores("rotary"), **WEIGHTS}, own)
     check(Turned(), ((X, X), {}), {**scores("rotary"), **WEIGHTS}, own)
@@ -336,7 +336,7 @@ def test_norms_that_are_named_for_values_are_heeded() -> None:
 
 def test_what_is_neither_norm_of_heads_nor_rotation_is_not_refused() -> None:
     for extra in ({"norm": nn.LayerNorm(32)}, {"drop": DropEdge()}, {"q_drop": nn.Dropout(0.1)}):
-        check(Own(**extra), ((X,), {}), WEIGHTS, COMPONENTS[:5])
+        check(Own(**extra), ((X,), {}), {}, COMPONENTS[:5])
     one = Own(norm=nn.LayerNorm(32))
     one.num_heads = 1  # a head is as wide as everything else: no sign
     assert xd.find_sites(one)[0].source.described.obstacle is None
@@ -353,7 +353,7 @@ def test_one_layer_that_is_called_twice_is_refused(pair: tuple[str, str]) -> Non
     check(nn.Sequential(model), ((X,), {}), refused, COMPONENTS[:5])
     tied = Own()
     getattr(tied, pair[1]).weight = getattr(tied, pair[0]).weight
-    check(tied, ((X,), {}), WEIGHTS, COMPONENTS[:5])
+    check(tied, ((X,), {}), {}, COMPONENTS[:5])
 
 
 class Network(nn.Module):
@@ -398,7 +398,7 @@ def test_experts_of_ones_own_are_refused_and_what_sees_every_token_is_not(expert
     model = nn.Sequential(Mixture(experts()))
     found = [site.path for site in xd.find_sites(model) if site.component == "feed_forward"]
     assert sorted(found) == ["0.experts", "0.shared_expert.fc1", "0.shared_expert.fc2"]
-    check(model, ((X,), {}), {"feed_forward": ("every law", "0.experts:feed_forward: its experts"), **WEIGHTS})
+    check(model, ((X,), {}), {"feed_forward": ("every law", "0.experts:feed_forward: its experts")})
 
 
 def test_whole_models_in_a_list_of_experts_are_no_mixture() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from family.patterns import GROUPED, Q_K_V, fused, layers, networks, numbers, separate
-from family.table import Attention, Family, Laws, Linear, Part
+from family.table import Attention, Family, Linear, Part
 
 
 class OwnAttention(nn.Module):
@@ -88,7 +88,6 @@ def own_families() -> list[Family]:
     def make(attention: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return lambda: nn.Sequential(attention(), OwnNetwork(), attention(), OwnNetwork())
 
-    limits: dict[str, tuple[Laws, str]] = {"attended_value": ("paper", "weights=")}
     linear = tuple(
         Linear(f"{place}.{name}", layer, shape)
         for layer, place in enumerate((1, 3))
@@ -103,19 +102,19 @@ def own_families() -> list[Family]:
     return [
         Family(
             "your own, separate projections", "generic", make(partial(OwnAttention, packed=False)), run,
-            spec(separate(*Q_K_V), "out_proj", shapes=GROUPED, key_heads=2), linear, limits=limits,
+            spec(separate(*Q_K_V), "out_proj", shapes=GROUPED, key_heads=2), linear,
         ),
         Family(
             "your own, fused projection", "generic", make(partial(OwnAttention, packed=True)), run,
-            spec(fused("qkv", 32, 32, 32), "out_proj"), linear, limits=limits,
+            spec(fused("qkv", 32, 32, 32), "out_proj"), linear,
         ),
         Family(
             "your own, causal (nanoGPT)", "generic", make(CausalSelfAttention), run,
-            spec(fused("c_attn", 32, 32, 32), "c_proj", causal=True), linear, limits=limits,
+            spec(fused("c_attn", 32, 32, 32), "c_proj", causal=True), linear,
         ),
         Family(
             "your own, with the names of transformers 4", "generic", lambda: nn.Sequential(ViTLayer(), ViTLayer()), run,
             layers(2, "{}.attention.attention", parts=separate("query", "key", "value")),
-            networks(2, "{}.intermediate.dense", "{}.output.dense"), limits=limits,
+            networks(2, "{}.intermediate.dense", "{}.output.dense"),
         ),
     ]  # fmt: skip

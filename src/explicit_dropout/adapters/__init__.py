@@ -2,18 +2,18 @@
 
 A module of a library is only taken for plain attention if it was read and tested: whatever else a library keeps under
 the usual names has its projections found (they are linear layers in any case), and is refused where the penalty depends
-on what happens between them. Modules of one's own are taken at their word; see `generic`.
+on what happens between them. Modules of one's own are taken at their word, as far as a `trial` does not show otherwise.
 """
 
 from collections.abc import Mapping
 
 from torch import nn
 
-from explicit_dropout.adapters import generic, huggingface, lucidrains, timm, torch_nn, windows
+from explicit_dropout.adapters import generic, huggingface, lucidrains, timm, torch_nn, trial, windows
 from explicit_dropout.adapters.places import Found, in_place
-from explicit_dropout.sites import Described, rule_for
+from explicit_dropout.sites import Attention, Described, rule_for
 
-__all__ = ["describe", "describe_all", "generic", "huggingface", "lucidrains", "timm", "torch_nn", "windows"]
+__all__ = ["describe", "describe_all", "generic", "huggingface", "lucidrains", "timm", "torch_nn", "trial", "windows"]
 
 LIBRARIES = {
     "diffusers", "open_clip", "timm", "torchaudio", "torchvision", "transformers", "vit_pytorch", "x_transformers",
@@ -37,4 +37,7 @@ def describe(module: nn.Module) -> Described | list[Described] | None:
         return huggingface.describe(module)
     if any(base.__module__.partition(".")[0] in LIBRARIES for base in type(module).__mro__):
         return generic.describe(module, **generic.unread(module))
-    return generic.describe(module)
+    described = generic.describe(module)
+    items = described if isinstance(described, list) else [] if described is None else [described]
+    doubts = generic.doubts(module)
+    return [trial.tried(item, doubts) if isinstance(item, Attention) else item for item in items]

@@ -307,11 +307,19 @@ def not_plain(module: nn.Module) -> dict[str, str]:
         signs.rotary(module, arguments(module))
         or signs.odd_scale(attribute(module, SCALES))
         or signs.temperature(module)
-        or signs.kept_mask(module, is_causal(module))
+        or signs.kept_mask(module)
+        or next(iter(doubts(module)), None)
     )
     values = signs.normalised_values(module)
     refused = {} if reason is None else dict.fromkeys(SCORES, reason)
     return refused if values is None else {**refused, "attended_value": values}
+
+
+def doubts(module: nn.Module) -> dict[str, bool]:
+    """Reasons to refuse scores that a `trial` may settle, each with whether only causal attention settles it."""
+    triangle = None if is_causal(module) else signs.kept_triangle(module)
+    found = {triangle: True, signs.odd_number(attribute(module, SCALES)): False}
+    return {reason: causal for reason, causal in found.items() if reason is not None}
 
 
 def arguments(module: nn.Module) -> list[str]:

@@ -20,22 +20,28 @@ NORMS = {
 QUERY_OR_KEY = re.compile(
     r"(^|[_.])(q|k|qk|query|key|queries|keys)([_.]|$)|(^|[_.])(q|k|qk)(ln|norm|rms)|(ln|norm|rms)(q|k|qk)([_.]|$)"
 )
+SCALE_IN_A_RULE = "a rule says what it does to them (scale=, or obstacle=)"
+PAIRS_IN_A_RULE = "a rule says which query sees which key (causal=, or pairs=)"
 VALUE = re.compile(r"(^|[_.])(v|value|values)([_.]|$)|(^|[_.])v(ln|norm|rms)|(ln|norm|rms)v([_.]|$)")
 
 
 def odd_scale(scale: Any) -> str | None:
-    """Why a scale is no plain factor on the scores, if so: one is a number from 0 to 1, mostly 1/√(head width)."""
-    if scale is None:
+    """Why a scale is no number, and so no plain factor on the scores."""
+    if scale is None or isinstance(scale, bool | int | float):
         return None
     if isinstance(scale, nn.Parameter):
         seen = "its scale is a parameter, which training moves"
-    elif isinstance(scale, bool | int | float):
-        if not isinstance(scale, bool) and 0 < scale <= 1:
-            return None
-        seen = f"its scale is {scale:g}, as if scores were divided by it" if scale > 1 else f"its scale is {scale}"
     else:
         seen = f"its scale is a {type(scale).__name__}, which may multiply the scores or divide them"
-    return f"{seen}; a rule says what it does to them (scale=, or obstacle=)"
+    return f"{seen}; {SCALE_IN_A_RULE}"
+
+
+def odd_number(scale: Any) -> str | None:
+    """Why a number may be no factor on the scores: one is from 0 to 1, mostly 1/√(head width)."""
+    if not isinstance(scale, bool | int | float) or (not isinstance(scale, bool) and 0 < scale <= 1):
+        return None
+    seen = f"its scale is {scale:g}, as if scores were divided by it" if scale > 1 else f"its scale is {scale}"
+    return f"{seen}; {SCALE_IN_A_RULE}"
 
 
 def rotary(module: nn.Module, arguments: Iterable[str]) -> str | None:
@@ -105,17 +111,27 @@ def temperature(module: nn.Module) -> str | None:
     return None
 
 
-def kept_mask(module: nn.Module, causal: bool) -> str | None:
-    """A mask that the module keeps, unless it is the triangle of attention that calls itself causal anyway."""
-    kept = {**module._buffers, **{name: value for name, value in vars(module).items() if isinstance(value, Tensor)}}
-    for name, mask in kept.items():
-        if mask is None or mask.numel() < 2:
-            continue
-        triangle = is_triangle(mask)
-        if (triangle or MASKS.search(name.lower())) and not (triangle and causal):
-            says = "looks like the mask of causal attention" if triangle else "looks like a mask"
-            return f"{name!r} {says}; a rule says which query sees which key (causal=, or pairs=)"
+def kept_mask(module: nn.Module) -> str | None:
+    """A mask that the module keeps, other than that of causal attention."""
+    for name, mask in kept_tensors(module):
+        if MASKS.search(name.lower()) and not is_triangle(mask):
+            return f"{name!r} looks like a mask; {PAIRS_IN_A_RULE}"
     return None
+
+
+def kept_triangle(module: nn.Module) -> str | None:
+    """The mask of causal attention that the module keeps, by whatever name."""
+    for name, mask in kept_tensors(module):
+        if is_triangle(mask):
+            return f"{name!r} looks like the mask of causal attention; {PAIRS_IN_A_RULE}"
+    return None
+
+
+def kept_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers of a module, and tensors that are none but that it keeps, of more than one number."""
+    for name, kept in {**vars(module), **module._buffers}.items():
+        if isinstance(kept, Tensor) and kept.numel() > 1:
+            yield name, kept
 
 
 def is_triangle(mask: Tensor) -> bool:
