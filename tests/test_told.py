@@ -211,6 +211,44 @@ def test_an_expert_that_all_tokens_come_to_in_one_row_knows_which_are_real():
         torch.testing.assert_close(term, (4 * first[name] + 6 * second[name]) / 10)
 
 
+class TwoSequences(nn.Module):
+    """An encoder and a decoder under names of one's own, with the arguments that models of transformers have."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+        for name in (first, second):
+            setattr(self, name, nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True))
+
+    def forward(self, x, y, attention_mask=None, decoder_attention_mask=None):  # noqa: ARG002
+        return getattr(self, self.first)(x).mean() + getattr(self, self.second)(y).mean()
+
+
+@pytest.mark.parametrize("names", [("src_layers", "tgt_layers"), ("enc", "dec"), ("text_encoder", "decoder_0")])
+def test_names_of_ones_own_say_whose_mask_a_layer_has(names):
+    torch.manual_seed(0)
+    model, x, y = TwoSequences(*names).train(), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    first, second = torch.tensor([[1, 1, 0, 0, 0], [1] * 5]), torch.tensor([[1, 1, 1, 1, 0], [1] * 5])
+    for masks in ((first, second), (first, None), (None, second)):
+        found = terms(model, lambda given=masks: model(x, y, *given))
+        for name, batch, mask in zip(names, (x, y), masks, strict=True):
+            mask = torch.ones(2, 5, dtype=torch.bool) if mask is None else mask.bool()
+            weight = getattr(model, name).self_attn.in_proj_weight[16:]
+            torch.testing.assert_close(
+                found[f"{name}.self_attn:value"], xd.functional.linear(batch[mask], weight, NOISE).detach()
+            )
+
+
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
+def test_a_layer_that_may_have_either_mask_says_so(given):
+    model, x = TwoSequences("one", "two").train(), torch.randn(2, 5, 8)
+    masks = [torch.tensor([[1, 1, 0, 0, 0], [1] * 5]) if wanted else None for wanted in given]
+    masks[1] = None if masks[1] is None else 1 - masks[1]
+    with pytest.raises(xd.CollectionError, match="whether it is a part of the encoder or of the decoder"):
+        terms(model, lambda: model(x, x, *masks))
+    assert len(terms(model, lambda: model(x, x, *masks), padding=None)) == 2
+
+
 # ---------------------------------------------------------------------------------------------- sound
 
 

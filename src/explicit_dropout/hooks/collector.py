@@ -104,7 +104,7 @@ class Slot:
         pending: the terms of this pass so far. complete: those of earlier ones, in a chain of chains.
         waiting: how many passes that is, in eager mode.
         padding: masks of real tokens of the last pass. They outlive it: checkpointing recomputes layers.
-        unpadded: streams of models inside the model that were called without a mask that they take.
+        unpadded: streams of the model and of models inside it that were called without a mask that they take.
         samples: how many the whole model was given, and models inside it.
         observed: calls of layers under way, by layer.
         passed: hooks that want to know whether the model changes a tensor in place, the tensor, and its version.
@@ -127,10 +127,11 @@ class Slot:
         self.made: Tensor | None = None
         self.activated: Any = None
 
-    def begin(self, padding: Padding, samples: Samples) -> None:
+    def begin(self, call: Call) -> None:
         self.open, self.pending, self.observed, self.passed = True, EMPTY, {}, []
         self.left = self.made = self.activated = None
-        self.padding, self.unpadded, self.samples = padding, (), samples
+        self.padding, self.unpadded = call.padding, call.unpadded
+        self.samples = {} if call.samples is None else {"": call.samples}
 
     def abandon(self) -> None:
         self.open, self.opened_compiled, self.pending, self.observed, self.passed = False, False, EMPTY, {}, []
@@ -207,7 +208,7 @@ class Collector:
 
     def begin(self, call: Call) -> None:
         """A training forward pass of the whole model starts."""
-        own, given = self.own(), {} if call.samples is None else {"": call.samples}
+        own = self.own()
         if torch.compiler.is_compiling():
             own.opened_compiled = True
         elif own.waiting >= MOST_FORWARDS:
@@ -219,10 +220,10 @@ class Collector:
                 "passes that are not trained on in eval mode or under torch.no_grad(), discard() them, or remove() it."
             )
         else:
-            self.compiled.begin(call.padding, given)  # for layers that are compiled one by one
+            self.compiled.begin(call)  # for layers that are compiled one by one
             for network in self.networks:
                 network.begin()
-        own.begin(call.padding, given)
+        own.begin(call)
 
     def end(self) -> None:
         """The forward pass has come to its end."""

@@ -9,6 +9,7 @@ Hooks are objects of top-level classes, so a model with hooks can be deep-copied
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -35,6 +36,11 @@ RECOMPUTED = (
     " (Activation checkpointing has run this layer again, after the same model was called with another batch: masks of "
     "the last call are all that is known then.)"
 )
+
+
+DECODER = re.compile(r"(^|_)(decoders?|dec|tgt|target)(_|\d|$)")
+ENCODER = re.compile(r"(^|_)(encoders?|enc|src|source)(_|\d|$)")
+"""Names of parts that work on the second or on the first of two sequences."""
 
 
 class Tap:
@@ -138,6 +144,8 @@ class Tap:
         masks = self.collector.padding()
         for holder, own in self.streams:
             kind = stream or own
+            if kind == "main" and masks:
+                self._refuse_either(masks, holder)
             if (holder, kind) in masks:
                 mask, lengths = masks[holder, kind], self.collector.lengths.get(holder)
                 if lengths is not None and mask.shape[-1] != x.shape[-2]:
@@ -151,6 +159,19 @@ class Tap:
             if masks and (holder, kind) in self.collector.unpadded():
                 return None
         return None
+
+    def _refuse_either(self, masks: Mapping[tuple[str, str], Tensor], holder: str) -> None:
+        """Where a model is told of two sequences, the name of a layer has to say which of them it works on."""
+        told = {*masks, *self.collector.unpadded()}
+        either = [masks.get((holder, kind)) for kind in ("main", "decoder") if (holder, kind) in told]
+        if len(either) < 2 or either[0] is either[1]:
+            return
+        if not any(ENCODER.search(part) for part in self.path.removeprefix(holder).split(".")):
+            raise CollectionError(
+                f"{holder or 'the model'} takes an attention_mask and a decoder_attention_mask, and the name of "
+                f"{self.path} does not say whether it is a part of the encoder or of the decoder. Attach with "
+                "padding=function(module path, x) → boolean mask, or with padding=None to count all tokens."
+            )
 
     def _checked(self, mask: Tensor | None, x: Tensor, what: str) -> Tensor | None:
         if mask is None:
@@ -351,4 +372,4 @@ def stream(path: str) -> str:
     parts = path.split(".")
     if any(part.startswith(("vision", "visual", "image", "visn")) for part in parts) or "r_layers" in parts:
         return "vision"
-    return "decoder" if "decoder" in parts else "main"
+    return "decoder" if any(DECODER.search(part) for part in parts) else "main"

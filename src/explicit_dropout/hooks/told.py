@@ -53,7 +53,9 @@ class Told:
         self.names, self.owner = argument_names(model), owner
         self.shares_input = whole is not None and main_input(whole) == main_input(model)
         """Whether it works on what the whole model is given, and so under the masks of that, too (as in Whisper)."""
-        self.has_encoder = any("encoder" in path.split(".") for path, _ in model.named_modules())
+        self.has_encoder = PADDING_ARGUMENTS["decoder"] in self.names or any(
+            "encoder" in path.split(".") for path, _ in model.named_modules()
+        )
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))
         own = main_input(model)
         self.inputs = () if own is None else ("input_ids", "inputs_embeds", own)
