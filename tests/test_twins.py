@@ -594,6 +594,38 @@ def test_products_of_weights_and_values_are_recognised(way):
     assert_close(*penalties)
 
 
+BETWEEN = {
+    "times a number in front": lambda a: 2.0 * a,
+    "divided": lambda a: a / 0.5,
+    "chosen by torch.where": lambda a: torch.where(torch.zeros(5, 5).bool(), torch.zeros(()), 2 * a),
+    "chosen by its method": lambda a: (2 * a).where(torch.ones(5, 5).bool(), 0.0),
+    "clamped": lambda a: (2 * a).clamp(0, 100),
+    "at least nothing": lambda a: (2 * a).clamp_min(0),
+    "numbers": lambda a: (2 * a).nan_to_num(),
+}
+
+
+@pytest.mark.parametrize("way", BETWEEN)
+def test_what_is_done_to_weights_before_they_are_dropped_from_leaves_them_weights(way):
+    """Each doubles them. So they are measured at their product with values, and refused where there is none."""
+
+    def convert(product):
+        def forward(self, x):
+            parts = [torch.unflatten(layer(x), -1, (2, 4)).transpose(1, 2) for layer in (self.first, self.second)]
+            return product(self.dropped(BETWEEN[way]((parts[0] @ parts[1].mT).softmax(-1))), parts[1])
+
+        return xd.convert_dropout(Function(forward), 1.0)
+
+    twins, plain = convert(lambda a, v: a @ v), xd.convert_dropout(attention(lambda a, v: a @ v), 1.0)
+    x = torch.randn(3, 5, 8)
+    for one in (twins, plain):
+        one.model(x)
+    assert_close(twins(), 4 * plain())
+    assert [site.component for site in twins.sites] == ["attention_weights"]
+    with pytest.raises(xd.UnsupportedSiteError, match="was not recognised"):
+        convert(lambda a, v: (v.mT @ a.mT).mT).model(x)
+
+
 def changed_in_place(weights, values):
     return weights.masked_fill_(weights < 0.1, 0) @ values
 

@@ -98,7 +98,7 @@ class Interception(TorchFunctionMode):
         if func in RANDOM and self.others == "refuse":
             self._refuse(func, args, given)
         result = self._using(func, args, given) if self.dropped else func(*args, **given)
-        if self.collecting and (func in SOFTMAX or (func in WEIGHING and args and self._is_weights(args[0]))):
+        if self.collecting and (func in SOFTMAX or (func in WEIGHING and any(map(self._is_weights, args)))):
             self.weights.append(result)
         return result
 

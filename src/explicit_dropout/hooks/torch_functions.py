@@ -26,7 +26,11 @@ SAME = (
     Tensor.float, Tensor.half, Tensor.bfloat16, torch.reshape, torch.flatten, torch.unflatten,
 )  # fmt: skip
 """After which a tensor still holds the same rows, as long as they are as wide."""
-WEIGHING = (*SAME, Tensor.masked_fill, torch.masked_fill, Tensor.mul, torch.mul, Tensor.__mul__, torch.nan_to_num)
+WEIGHING = (
+    *SAME, Tensor.masked_fill, torch.masked_fill, Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div,
+    torch.div, Tensor.__truediv__, torch.where, Tensor.where, Tensor.clamp, torch.clamp, Tensor.clamp_min,
+    torch.clamp_min, Tensor.nan_to_num, torch.nan_to_num,
+)  # fmt: skip
 """After which attention weights are still some."""
 RANDOM = (
     torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
