@@ -279,6 +279,28 @@ def test_dropout_of_lora_stays_and_that_of_attention_does_not():
     assert rates(model) == before
 
 
+class Lora(nn.Module):
+    """Somebody's own, which keeps the layer under the name that peft has for it."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.down, self.up = base_layer, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj"])
+def test_adapters_that_are_not_those_of_peft_are_refused_by_name(part):
+    model = TokenFirst()
+    setattr(model, part, Lora(getattr(model, part)))
+    components = {"q_proj": ["query", "query_key"], "k_proj": ["key", "query_key"], "v_proj": ["value"]}[part]
+    for component in components:
+        for noise in (xd.paper(0.2), INVERTED):
+            with pytest.raises(xd.UnsupportedSiteError, match=rf"{component}: .*Lora holds its layer as 'base_layer'"):
+                xd.ExplicitDropout(model, noise, **{component: 1.0})
+
+
 def test_matrices_of_lora_are_no_layers_of_a_feed_forward_network():
     peft, x_transformers = pytest.importorskip("peft"), pytest.importorskip("x_transformers")
     stack = x_transformers.Encoder(dim=16, depth=1, heads=2, attn_dim_head=8, ff_dropout=0.3, verbose=False)

@@ -364,6 +364,29 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused_where_its_weight_en
     assert_close(reg.terms()["linear1:feed_forward"], 0.5 * 0.3**2 * seen["energy"].detach())
 
 
+def test_a_forward_that_a_function_has_replaced_is_refused_where_its_weight_enters():
+    model = layer()
+    model.linear1.forward = lambda x: nn.functional.linear(x, 2 * model.linear1.weight)
+    for law in LAWS[1:]:
+        with pytest.raises(UnsupportedSiteError, match="linear1:feed_forward: the forward of this Linear was"):
+            xd.ExplicitDropout(model, law, feed_forward=1.0)
+    xd.ExplicitDropout(model, LAWS[0], feed_forward=1.0).remove()
+
+
+def test_a_forward_that_accelerate_has_replaced_moves_weights_and_is_taken():
+    hooks, model, x = pytest.importorskip("accelerate.hooks"), layer(), batch()
+    reg = xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+    model(x)
+    wanted = reg()
+    reg.remove()
+    for part in (model.linear1, model.linear2):
+        hooks.add_hook_to_module(part, hooks.AlignDevicesHook("cpu"))
+    assert "forward" in vars(model.linear1)
+    reg = xd.ExplicitDropout(model, INVERTED, feed_forward=1.0)
+    model(x)
+    assert_close(reg(), wanted)
+
+
 def test_a_linear_layer_that_only_has_another_name_is_taken():
     class Named(nn.Linear):
         pass

@@ -16,7 +16,7 @@ from explicit_dropout.hooks.calls import around
 from explicit_dropout.hooks.collector import Collector
 from explicit_dropout.hooks.taps import projection_of
 from explicit_dropout.noise import Noise
-from explicit_dropout.sites import COMPONENTS, SCORES, Attention, Component, Layer, Site, sites_of
+from explicit_dropout.sites import COMPONENTS, SCORES, Attention, Component, Layer, Projection, Site, sites_of
 from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
 
 
@@ -89,9 +89,12 @@ def laws(noise: object, components: Iterable[Component]) -> dict[Component, Nois
 def check_exact(site: Site, noise: Noise, reading: str) -> None:
     """Refuse what could only be approximate."""
     attention = site.source.described
-    adapted = None if site.projection is None else adapter_obstacle(site.projection.module)
-    if adapted:
-        raise UnsupportedSiteError(f"{site.name}: {adapted}. Use LoRA without DoRA, or leave the layer out by layers=.")
+    for projection in _dropped_before(site):
+        adapted = adapter_obstacle(projection.module)
+        if adapted:
+            raise UnsupportedSiteError(
+                f"{site.name}: {adapted}. Use LoRA of peft without DoRA, or leave the layer out by layers=."
+            )
     _refuse_own_forward(site, noise)
     if not isinstance(attention, Attention):
         if attention.obstacle:
@@ -142,14 +145,26 @@ def check_reached(site: Site, noise: Noise) -> None:
         )
 
 
+def _dropped_before(site: Site) -> list[Projection]:
+    """The projections whose inputs are dropped from at a site: of queries and keys at once there are two."""
+    described = site.source.described
+    if isinstance(described, Attention) and site.component == "query_key":
+        return [described.query, described.key]
+    return [] if site.projection is None else [site.projection]
+
+
 def _refuse_own_forward(site: Site, noise: Noise) -> None:
     """A kind of nn.Linear with a forward of its own, where its weight enters: another may act than the one it holds."""
-    described = site.source.described
-    both = isinstance(described, Attention) and site.component == "query_key"
-    for projection in described.projections[:2] if both else filter(None, [site.projection]):
+    for projection in _dropped_before(site):
         layer = getattr(projection.module, "base_layer", projection.module)
         if not isinstance(layer, nn.Linear) or (projection.called and not noise.variance):
             continue
+        if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):  # accelerate's moves weights, and is known
+            raise UnsupportedSiteError(
+                f"{site.name}: the forward of this {type(layer).__name__} was replaced by a function, so another "
+                f"weight may act than the one it holds, which {noise} needs. Use paper(p), which needs its output "
+                "alone; or leave the layer out by layers=."
+            )
         writer = generic.author(layer)
         if not f"{writer.__module__}.".startswith(generic.LIBRARIES):
             raise UnsupportedSiteError(

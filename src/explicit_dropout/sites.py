@@ -114,6 +114,8 @@ class Projection:
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
         weight = _attribute(self.module, self.weight)
+        if weight is None and self.adapted:
+            weight = _attribute(self.module, f"base_layer.{self.weight}")
         if weight is None or weight.ndim != 2:
             raise InputError("module", f"one with a matrix {self.weight!r}", type(self.module).__name__)
         out, width = reversed(weight.shape) if self.transposed else weight.shape

@@ -44,6 +44,9 @@ def acting(module: nn.Module, weight: Any) -> Tensor:
 
 def adapter_obstacle(module: nn.Module) -> str | None:
     """Why the effective weight of a layer that an adapter library has wrapped is not known, if so."""
+    if "base_layer" in module._modules and not hasattr(module, "active_adapters"):
+        name = f"{type(module).__module__}.{type(module).__qualname__}"
+        return f"{name} holds its layer as 'base_layer', as peft does, but is none of peft's: what it adds is not known"
     for name in _active_adapters(module):
         kind = type(module).__module__
         plain = name in getattr(module, "lora_A", ()) and getattr(module.lora_B[name], "bias", None) is None  # type: ignore[index]
