@@ -19,7 +19,8 @@ from explicit_dropout.lab.statistics import analyse
 from explicit_dropout.lab.store import Store
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted(path for path in (ROOT / "experiments").glob("*.py") if path.stem not in ("results", "references"))
+NO_EXPERIMENTS = ("references", "results", "summaries")
+FILES = sorted(path for path in (ROOT / "experiments").glob("*.py") if path.stem not in NO_EXPERIMENTS)
 
 
 @pytest.fixture(scope="module")
