@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from explicit_dropout import functional, reference, strengths
+from explicit_dropout import functional, reference, stochastic, strengths
 from explicit_dropout.errors import (
     CollectionError,
     ExplicitDropoutError,
@@ -29,7 +29,7 @@ from explicit_dropout.sites import (
 from explicit_dropout.twins import convert_dropout
 
 if TYPE_CHECKING:
-    from explicit_dropout import stochastic, testing
+    from explicit_dropout import testing
 
 __version__ = "0.1.0"
 
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`xd.testing` and `xd.stochastic`, imported when they are first asked for."""
-    if name in ("stochastic", "testing"):
-        return import_module(f"explicit_dropout.{name}")
+    """`xd.testing`, imported when it is first asked for."""
+    if name == "testing":
+        return import_module("explicit_dropout.testing")
     raise AttributeError(f"module 'explicit_dropout' has no attribute {name!r}")
