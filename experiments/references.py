@@ -67,7 +67,7 @@ def section(root: Path) -> list[str]:
     found = json.loads((root / OUTPUT).read_text())
     shares = found["shares"]
     lines = [
-        "### 300 handwritten digits, fresh seeds: classifiers without a network",
+        "## 300 handwritten digits, fresh seeds: classifiers without a network",
         "",
         "Test accuracy in %, mean ± sd over the ten splits of the fresh seeds, with the same images and wrong labels; "
         "settings are chosen on their validation images. What regularisers gain in the small ViT above, trained from "

@@ -1,4 +1,4 @@
-"""The experiment files as they are shipped, and the page of results that is made of them."""
+"""The experiment files as they are shipped, and the pages of results that are made of them."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ from explicit_dropout.lab.statistics import analyse
 from explicit_dropout.lab.store import Store
 
 ROOT = Path(__file__).parent.parent
-NO_EXPERIMENTS = ("references", "results", "summaries")
+NO_EXPERIMENTS = ("references", "results")
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py") if path.stem not in NO_EXPERIMENTS)
 
 
@@ -129,23 +129,37 @@ def test_a_sum_over_tokens_is_a_mean_over_tokens_at_as_many_times_the_strength(r
 
 def test_the_pages_of_results_are_current(page_maker):
     made = page_maker.pages(ROOT)
-    assert {path.name for path in made} == {"results.md", "README.md", "findings.md"}
+    assert {ROOT / "README.md", ROOT / "docs" / "findings.md", ROOT / "docs" / "results.md"} <= made.keys()
+    assert {path for path in made if path.parent.name == "results"} == set((ROOT / "docs" / "results").iterdir())
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, "run python experiments/results.py"
 
 
+def test_every_experiment_is_on_one_page(page_maker):
+    shown = [*page_maker.CHOICES, *(file for _, files in page_maker.STUDIES.values() for file in files)]
+    assert sorted(shown) == sorted({path.stem for path in FILES} - {"digits"})  # which the demonstration is made of
+
+
 def test_with_nothing_run_no_cell_of_ours_has_a_number_and_nothing_is_concluded(page_maker, tmp_path):
-    made = page_maker.page(tmp_path)
-    assert "not enough runs yet (n = 0)" in made
-    assert not re.search(r"better|worse|no difference", made)
-    heads = [line for line in made.splitlines() if line.startswith("| row | ours")]
+    for name in ("README.md", "docs/findings.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    pages = {path.stem: text for path, text in page_maker.pages(tmp_path).items()}
+    assert "not enough runs yet (n = 0)" in pages["cifar"]
+    for name in ("results", "comparisons"):
+        assert "not enough runs yet" in pages[name]
+        assert not re.search(r"(?m)^- .*(better|worse|no difference)", pages[name])
+    heads = [
+        (page, line) for page in pages.values() for line in page.splitlines() if re.match(r"\| row .* paper: ", line)
+    ]
     assert len(heads) == 3  # tables 1, 2 and 4, which have numbers of the paper
-    for head in heads:
+    for page, head in heads:
         names = [name.strip() for name in head.strip("|").split("|")]
-        rows = made.split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+        rows = page.split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+        assert rows
         for row in rows:
             cells = dict(zip(names, (cell.strip() for cell in row.strip("|").split("|")), strict=True))
-            ours = {value for name, value in cells.items() if not name.startswith(("row", "paper", "runs"))}
+            ours = {value for name, value in cells.items() if not name.startswith(("row", "paper"))}
             assert ours <= {"not run", "–", "0", "baseline"}
 
 
@@ -214,12 +228,10 @@ def test_a_question_about_a_row_that_is_not_there_is_an_error():
 
 
 def test_the_page_can_be_checked_from_the_command_line(page_maker, capsys, monkeypatch, tmp_path):
-    (tmp_path / "docs").mkdir()
-    monkeypatch.setattr(page_maker, "HERE", tmp_path / "experiments")
+    monkeypatch.setattr(page_maker, "EXPERIMENTS", tmp_path / "experiments")
     made = {tmp_path / "docs" / "results.md": "made", tmp_path / "README.md": "made, too"}
     monkeypatch.setattr(page_maker, "pages", lambda _: made)
-    for path in made:
-        path.write_text("old")
+    (tmp_path / "README.md").write_text("old")  # the other is not there yet
     assert page_maker.main(["--check"]) == 1
     assert page_maker.main([]) == 0
     assert page_maker.main(["--check"]) == 0

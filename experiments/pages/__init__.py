@@ -1,0 +1,1 @@
+"""The pages of results, made from results/ by `python experiments/results.py`."""
