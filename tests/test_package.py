@@ -98,7 +98,7 @@ def test_every_closed_form_says_what_it_computes(name):
 
 
 def documents():
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks():
