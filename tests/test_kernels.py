@@ -879,6 +879,29 @@ def test_attended_values_have_gradients_where_hardly_more_than_one_token_is_atte
     attended_agrees([x, weight, (10 * queries).detach().requires_grad_(), keys], False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 65, 65, 20, 70), (1, 300, 300, 3, 9), (2, 9, 9, 130, 5), (0, 5, 5, 4, 9)])
+def test_energies_of_attention_weights_equal_plain_torch(shape, causal, dtype):
+    _, _, queries, keys = attended_sides(dtype, *shape)
+    values = draw((*keys.shape[:2], 2 * 6), dtype, 7).requires_grad_()
+    found = kernels.weights_spread(values, queries, keys, heads=2, scale=0.3, causal=causal)
+    exact = [side.detach().double().requires_grad_() for side in (values, queries, keys)]
+    own, *sides = (side.unflatten(-1, (2, -1)).transpose(1, 2) for side in exact)
+    scores = 0.3 * sides[0] @ sides[1].mT
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
+    expected = xd.functional.attention_weights(scores.softmax(-1), own, xd.gaussian(2.0), reduction="none")
+    rounding = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-6}[dtype]
+    close(0.5 * 4 * found.double(), expected, rounding)
+    slopes = torch.autograd.grad(2 * found.sum(), (values, queries, keys))
+    for mine, theirs in zip(slopes, torch.autograd.grad(expected.sum(), exact), strict=True):
+        assert mine.dtype == dtype
+        assert_close(
+            mine.double(), theirs, rtol=rounding, atol=rounding * (theirs.abs().max().item() if theirs.numel() else 1)
+        )
+
+
 @pytest.mark.parametrize("scale", [-30.0, 0.0, 30.0])
 def test_scores_of_any_size_have_attended_values(scale):
     x, weight, queries, keys = (side.detach() for side in attended_sides(torch.float32, tokens=40, context=40))

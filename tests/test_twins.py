@@ -16,9 +16,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import explicit_dropout as xd
+from explicit_dropout.hooks import deviations
 from explicit_dropout.hooks.draws import Weighed, kind_of
 from explicit_dropout.hooks.generators import PATIENCE
 from explicit_dropout.hooks.twins import LeaveHook
+from explicit_dropout.kernels import energy
 from families import all_families
 from family.truth import build
 
@@ -299,6 +301,54 @@ def test_gradients_are_those_of_the_closed_forms_written_by_hand():
     assert_close(penalty.double(), by_hand, rtol=1e-6, atol=0)
     for ours, theirs in zip(found, torch.autograd.grad(by_hand, list(model.parameters())), strict=True):
         assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_make_the_same_penalties_and_gradients_as_the_closed_forms(name, masked, monkeypatch):
+    model, args, kwargs, number = made(name)
+    kwargs = kwargs if masked else {name: value for name, value in kwargs.items() if "mask" not in name}
+    twins = converted(model, 1.0)
+    found = []
+    for dtypes in (energy.DTYPES, ()):
+        monkeypatch.setattr(energy, "DTYPES", dtypes)
+        model.zero_grad()
+        model(*args, **kwargs)
+        twins().backward()
+        found.append((twins.terms(), [p.grad for p in model.parameters() if p.grad is not None]))
+    (ours, slopes), (theirs, expected) = found
+    assert len(ours) == number
+    for term, value in ours.items():
+        assert_close(value, theirs[term], rtol=1e-5, atol=0)
+    for mine, other in zip(slopes, expected, strict=True):
+        assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_attention_weights_that_kernels_make_again_are_not_kept():
+    queries, keys, values = (torch.randn(2, 3, 300, 8, requires_grad=True) for _ in range(3))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        penalty = deviations.fused_attention((queries, keys, values, None, True, None), xd.inverted(0.2), None)
+    assert max(sizes) <= queries.numel()
+    penalty.backward()
+    exact = [side.detach().double().requires_grad_() for side in (queries, keys, values)]
+    expected = deviations.fused_attention((*exact, None, True, None), xd.inverted(0.2), None)
+    expected.backward()
+    assert_close(penalty.double(), expected, rtol=1e-5, atol=0)
+    for ours, theirs in zip((queries, keys, values), exact, strict=True):
+        assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_twins_can_be_differentiated_twice():
+    model, args, kwargs, _ = made("BERT, eager")  # fused attention cannot
+    weight = model.bert.encoder.layer[0].attention.self.query.weight
+    twins, twice = converted(model), []
+    for precision in (torch.float32, torch.float64):  # by kernels, and by the closed forms
+        model.to(precision)
+        model(*args, **kwargs)
+        (slope,) = torch.autograd.grad(twins(), [weight], create_graph=True)
+        twice.append(torch.autograd.grad(slope.square().sum(), [weight])[0].double())
+    assert_close(*twice, rtol=1e-3, atol=1e-8)
 
 
 def test_a_result_that_goes_to_a_linear_layer_and_elsewhere_is_measured_at_itself():

@@ -1,4 +1,4 @@
-"""Attention that torch computes in one call: its queries, keys and values by head, its masks as one, its energy."""
+"""Attention that torch computes in one call: its queries, keys and values by head, and its masks as one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from explicit_dropout import functional
 from explicit_dropout.functional.batch import without_autocast
 from explicit_dropout.hooks.draws import AttentionParts
 from explicit_dropout.kernels.plain import wide
-from explicit_dropout.noise import Noise
-from explicit_dropout.sites import visible
 
 
 def attention_parts(call: Mapping[str, Any]) -> AttentionParts:
@@ -64,29 +61,3 @@ def _added(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
-
-
-def weight_energy(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
-    rows: Tensor | None, noise: Noise,
-) -> Tensor:  # fmt: skip
-    """½ v Σ_ij A_ij² ‖v_j‖² for A = softmax(scale · q kᵀ + mask), over all samples and heads.
-
-    mask: boolean, True where something may be seen, or what is added to the scores. rows: the queries that count.
-    """
-    with without_autocast(queries):
-        scores = (queries.shape[-1] ** -0.5 if scale is None else scale) * (wide(queries) @ wide(keys).mT)
-        allowed = None
-        if mask is not None:
-            allowed = visible(mask)
-            if mask.dtype != torch.bool:
-                scores = scores + mask.masked_fill(~allowed, 0)
-        if causal:
-            triangle = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            allowed = triangle if allowed is None else allowed & triangle
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-        weights = scores.softmax(-1)
-        if allowed is not None:
-            weights = weights.masked_fill(~allowed, 0)  # of a query that sees nothing, too
-        return functional.attention_weights(weights, values, noise, mask=rows, reduction="none").sum()

@@ -9,23 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from explicit_dropout import functional
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
+from explicit_dropout.hooks import deviations
 from explicit_dropout.hooks.calls import calls_itself
 from explicit_dropout.hooks.collector import Chain, Collector, Term, failed
 from explicit_dropout.hooks.dice import Interception
 from explicit_dropout.hooks.draws import Draw, Kind, Weighed, kind_of, sole_use
-from explicit_dropout.hooks.fused import weight_energy
 from explicit_dropout.hooks.generators import Watch
 from explicit_dropout.hooks.taps import Padding
 from explicit_dropout.hooks.tokens import Tokens
 from explicit_dropout.hooks.widths import Width, Widths
 from explicit_dropout.noise import bernoulli, inverted
-
-SMALL = 2**20
-"""So many attention weights may be kept for the backward pass; more are computed again."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +150,10 @@ class LeaveHook(TwinHook):
             if kind == "drop_head":
                 heads = weights @ values
                 by_head = None if mask is None else mask.unsqueeze(-2).expand(heads.shape[:-1])
-                penalty = functional.hidden(heads, noise, mask=by_head, reduction="none")
+                penalty = deviations.hidden(heads, noise, by_head)
             else:
-                penalty = functional.attention_weights(weights, values, noise, mask=mask, reduction="none")
-            return penalty.sum(), _number(weights.shape[:-3], weights.shape[-2], mask)
+                penalty = deviations.attention_weights(weights, values, noise, mask)
+            return penalty, _number(weights.shape[:-3], weights.shape[-2], mask)
         if draw.weights:
             if not draw.untouched:
                 raise _changed(draw)
@@ -177,10 +172,10 @@ class LeaveHook(TwinHook):
             weight = draw.uses[0].other
             if weight is None or draw.uses[0].changed:
                 raise _changed(draw)
-            penalty = functional.linear(x, weight, noise, mask=mask, reduction="none")
+            penalty = deviations.linear(x, weight, noise, mask)
         else:
-            penalty = functional.hidden(x, noise, mask=mask, reduction="none")
-        return penalty.sum(), _number(x.shape[:-2], x.shape[-2], mask)
+            penalty = deviations.hidden(x, noise, mask)
+        return penalty, _number(x.shape[:-2], x.shape[-2], mask)
 
     def _weighed(self, model: nn.Module, draw: Weighed) -> tuple[Tensor, int | Tensor]:
         if draw.changed:
@@ -191,12 +186,8 @@ class LeaveHook(TwinHook):
         queries, keys, values = (self.tokens.by_sample(model, draw.path, t) for t in (queries, keys, values))
         keys, values = (t.expand(*queries.shape[:-3], *t.shape[-3:]) for t in (keys, values))
         rows = self.tokens.rows(model, draw.path, queries)
-        given = (queries, keys, values, mask, causal, scale, rows, inverted(draw.rate))
-        small = queries.shape[:-1].numel() * keys.shape[-2] <= SMALL
-        if small or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            penalty = weight_energy(*given)
-        else:  # the weights themselves are not kept for the backward pass
-            penalty = checkpoint(weight_energy, *given, use_reentrant=False, preserve_rng_state=False)
+        parts = queries, keys, values, mask, causal, scale
+        penalty = deviations.fused_attention(parts, inverted(draw.rate), rows)
         return penalty, _number(queries.shape[:-3], queries.shape[-2], rows)
 
 

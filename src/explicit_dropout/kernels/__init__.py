@@ -10,7 +10,7 @@ added to the one that passes by. Sums are made in a fixed order, without atomics
                Σ_i x_sij² for every sample and column
     gram       Σ (q_i · k_j)² over all pairs or the causal ones, by head, from Gram matrices
     activated  an activation, with the energies of its input and of its output
-    attended   Σ_ia A_ia² x_a of attention weights that are not kept
+    attended   Σ_ia A_ia² x_a of attention weights that are not kept, x_a made of the input of values or of values
     spreads    ⟨KᵀK, W diag(s) Wᵀ⟩, what is incoherent in the scores of all pairs, from matrices of a head
     reach      Σ_a Σ_c Y_ac (k_a · W_:c)², what is incoherent in causal scores, Y_a the squares that reach a
     plain      the same in plain torch: in float64, under function transforms, and to compare with
@@ -23,7 +23,7 @@ of the others it launches itself (`inlining`).
 
 from explicit_dropout.kernels import plain
 from explicit_dropout.kernels.activated import activated, activation_of, serves_activated
-from explicit_dropout.kernels.attended import attended_spread, serves_attended
+from explicit_dropout.kernels.attended import attended_spread, serves_attended, weights_spread
 from explicit_dropout.kernels.energy import by_triton, columns, lowered, passing, passing_to, serves
 from explicit_dropout.kernels.gram import scores, serves_scores
 from explicit_dropout.kernels.incoherent import incoherent, serves_incoherent, squares
@@ -56,4 +56,5 @@ __all__ = [
     "serves_spread",
     "spread",
     "squares",
+    "weights_spread",
 ]

@@ -1,7 +1,10 @@
 """Σ_a (Σ_i A_ia²) Σ_j X_aj² ‖W_:j‖²: what is incoherent in attended values, without keeping attention weights.
 
+With the values of a head in the place of X Wᵀ it is Σ_ia A_ia² ‖v_a‖², which dropout of attention weights adds.
+
 A model whose attention is fused never has A = softmax(s Q Kᵀ). Plain autograd would make it, keep it and some matrices
-of its size besides. Here it is made a part at a time, used and forgotten, and made again in the backward pass:
+of its size besides. Here it is made a part at a time, used and forgotten, and made again in the backward pass (on a
+CPU it is kept where it is no larger than what it is made of):
 
     c_a = Σ_i A_ia²,   slope of s Q Kᵀ at (i, a):  2 A_ia (g_a A_ia − Σ_b g_b A_ib²)
 
@@ -11,7 +14,7 @@ torch, which makes some heads at a time. Compiled code has the kernels as operat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -37,7 +40,7 @@ def _triton() -> Any:
 
 
 def serves_attended(values: Tensor, queries: Tensor, keys: Tensor, heads: int) -> bool:
-    """Whether `attended_spread` takes these tensors, (batch, token, ·) each, here and now."""
+    """Whether `attended_spread` and `weights_spread` take these, (batch, token, ·) each, here and now."""
     if values.ndim != 3 or queries.ndim != 3:
         return False
     if torch.compiler.is_compiling():
@@ -59,6 +62,22 @@ def attended_spread(
         causal: token i attends to tokens up to i only.
     """
     norms = torch.unflatten(wide(weight), 0, (heads, -1)).square().sum(1)
+    return _spread(values, norms, queries, keys, heads, scale, causal)
+
+
+def weights_spread(values: Tensor, queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> Tensor:
+    """Σ_ia A_ia² ‖v_a‖² of every sample, (batch), heads added up: of values by head, (batch, context, heads · width).
+
+    They are their own projection, so what belongs to a head are its own features.
+    """
+    own = torch.eye(heads, dtype=torch.float32, device=values.device)
+    norms = own.repeat_interleave(values.shape[-1] // heads, 1)
+    return _spread(values, norms, queries, keys, heads, scale, causal)
+
+
+def _spread(
+    values: Tensor, norms: Tensor, queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool
+) -> Tensor:
     if torch.compiler.is_compiling():
         columns, _ = torch.ops.explicit_dropout.attended_columns(queries, keys, heads, scale, causal)
         squares = torch.ops.explicit_dropout.attended_squares(values, norms)
@@ -73,20 +92,20 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> Tensor:
-        columns, levels = _columns(queries, keys, heads, scale, causal)
-        ctx.save_for_backward(queries, keys, levels)
+        columns, kept = _columns(queries, keys, heads, scale, causal)
+        ctx.save_for_backward(queries, keys, *kept)
         ctx.heads, ctx.scale, ctx.causal = heads, scale, causal
         return columns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, levels = ctx.saved_tensors
+        queries, keys, *kept = ctx.saved_tensors
         heads, scale, causal = ctx.heads, ctx.scale, ctx.causal
         if torch.is_grad_enabled():  # somebody goes on to differentiate this
             columns = _softmax(_by_head(queries, heads), _by_head(keys, heads), scale, causal).square().sum(1)
             weighted = columns * gradients[0].flatten(0, 1)
             return *torch.autograd.grad(weighted.sum(), (queries, keys), create_graph=True), None, None, None
-        return *_column_gradients(queries, keys, heads, scale, causal, levels, gradients[0]), None, None, None
+        return *_column_gradients(queries, keys, heads, scale, causal, kept, gradients[0]), None, None, None
 
 
 class _Squares(torch.autograd.Function):
@@ -107,33 +126,37 @@ class _Squares(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------- where they are made
 
 
-def _columns(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """c_a of every sample and head, and what Triton keeps for its backward pass; plain torch keeps nothing."""
+def _columns(
+    queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """c_a of every sample and head, and what is kept for the backward pass: levels of rows, weights, or nothing."""
     if _columns_by_triton(queries, keys, heads):
-        found = _triton().columns(even(queries), even(keys), heads, scale, causal)
-        return cast("tuple[Tensor, Tensor]", found)
-    parts = [weights.square_().sum(1) for weights, _, _ in _parts(queries, keys, heads, scale, causal)]
-    return torch.unflatten(torch.cat(parts), 0, (-1, heads)), queries.new_empty(0, dtype=torch.float32)
+        columns, levels = _triton().columns(even(queries), even(keys), heads, scale, causal)
+        return columns, (levels,)
+    keep, found, kept = _few(queries, keys, heads), [], []
+    for weights, _, _ in _parts(queries, keys, heads, scale, causal):
+        found.append((weights.square() if keep else weights.square_()).sum(1))
+        kept += [weights] if keep else []
+    return torch.unflatten(_joined(found), 0, (-1, heads)), tuple(kept)
 
 
 def _column_gradients(
-    queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool, levels: Tensor, slopes: Tensor
+    queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool, kept: Sequence[Tensor], slopes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Those of queries and keys, `slopes` (batch, head, context) being those of the columns."""
     if _columns_by_triton(queries, keys, heads):
-        found = _triton().column_gradients(even(queries), even(keys), heads, scale, causal, levels, slopes)
+        found = _triton().column_gradients(even(queries), even(keys), heads, scale, causal, kept[0], slopes)
         return cast("tuple[Tensor, Tensor]", found)
-    given = slopes.flatten(0, 1)[:, None]
+    given = (2 * scale * slopes).flatten(0, 1)[:, None]
     results: tuple[list[Tensor], list[Tensor]] = [], []
     done = 0
-    for weights, left, right in _parts(queries, keys, heads, scale, causal):
-        g = given[done : done + len(weights)]
+    for weights, left, right in _parts(queries, keys, heads, scale, causal, kept):
+        slope = weights.square().mul_(given[done : done + len(weights)])
         done += len(weights)
-        slope = weights.square().mul_(g)
-        slope.addcmul_(weights, slope.sum(2, keepdim=True), value=-1).mul_(2 * scale)
+        slope.addcmul_(weights, slope.sum(2, keepdim=True), value=-1)
         results[0].append(slope @ right)
         results[1].append(slope.mT @ left)
-    first, second = (torch.unflatten(torch.cat(r), 0, (-1, heads)).transpose(1, 2).flatten(2) for r in results)
+    first, second = (torch.unflatten(_joined(r), 0, (-1, heads)).transpose(1, 2).flatten(2) for r in results)
     return first.to(queries.dtype), second.to(keys.dtype)
 
 
@@ -170,16 +193,26 @@ def _squares_by_triton(x: Tensor, norms: Tensor) -> bool:
     return few and energy.by_triton(x) and x.dtype in energy.DTYPES and norms.dtype == torch.float32
 
 
+def _few(queries: Tensor, keys: Tensor, heads: int) -> bool:
+    """Whether the weights of a head are so few that it pays to keep them: on a CPU, where making them takes longer."""
+    tokens, context, width = queries.shape[1], keys.shape[1], queries.shape[2] // heads
+    return queries.is_cpu and tokens * context <= 2 * (tokens + context) * width
+
+
 def _parts(
-    queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool
+    queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool, kept: Sequence[Tensor] = ()
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Attention weights, queries and keys of some heads after the other, (head of sample, token, ·)."""
     left, right = _by_head(queries, heads), _by_head(keys, heads)
     most = PART_ON_CPU if queries.is_cpu else PART
     size = max(1, most // max(1, left.shape[1] * right.shape[1]))
-    for part in zip(torch.split(left, size), torch.split(right, size), strict=True):
+    for number, part in enumerate(zip(torch.split(left, size), torch.split(right, size), strict=True)):
         q, k = map(wide, part)
-        yield _softmax(q, k, scale, causal), q, k
+        yield kept[number] if kept else _softmax(q, k, scale, causal), q, k
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _softmax(queries: Tensor, keys: Tensor, scale: float, causal: bool) -> Tensor:
@@ -201,7 +234,8 @@ def _by_head(side: Tensor, heads: int) -> Tensor:
 @torch.library.custom_op("explicit_dropout::attended_columns", mutates_args=())
 def columns_operator(queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """c_a of every sample and head, and what the backward pass needs besides queries and keys."""
-    return _columns(queries, keys, heads, scale, causal)
+    columns, kept = _columns(queries, keys, heads, scale, causal)
+    return columns, kept[0] if _columns_by_triton(queries, keys, heads) else queries.new_empty(0, dtype=torch.float32)
 
 
 @torch.library.custom_op("explicit_dropout::attended_column_gradients", mutates_args=())
@@ -209,7 +243,8 @@ def column_gradients_operator(
     queries: Tensor, keys: Tensor, heads: int, scale: float, causal: bool, levels: Tensor, slopes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of queries and keys."""
-    return _column_gradients(queries, keys, heads, scale, causal, levels, slopes)
+    kept = (levels,) if _columns_by_triton(queries, keys, heads) else ()
+    return _column_gradients(queries, keys, heads, scale, causal, kept, slopes)
 
 
 @torch.library.custom_op("explicit_dropout::attended_squares", mutates_args=())
