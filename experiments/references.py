@@ -17,19 +17,16 @@ from typing import Any
 import numpy as np
 import sklearn
 import torch
+from pages.classifiers import FOUND
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import SVC
 
 from explicit_dropout.lab.data import Dataset, Split, load
 from explicit_dropout.lab.experiment import module_of
-from explicit_dropout.lab.report.tables import measured
-from explicit_dropout.lab.statistics import Estimate
 
 HERE = Path(__file__).parent
 AGAIN = module_of(HERE / "few_images_again.py")
-OUTPUT = Path("results") / "references.json"
-
 CLASSIFIERS: Mapping[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "logistic regression": (lambda c: LogisticRegression(C=c, max_iter=5000), (1e-3, 1e-2, 1e-1, 1.0)),
     "k nearest neighbours": (lambda k: KNeighborsClassifier(k), (1, 3, 5, 9, 15)),
@@ -60,28 +57,6 @@ def classified(share: float) -> list[dict[str, Any]]:
     return rows
 
 
-def section(root: Path) -> list[str]:
-    """What was found, for the page of results."""
-    if not (root / OUTPUT).exists():
-        return []
-    found = json.loads((root / OUTPUT).read_text())
-    shares = found["shares"]
-    lines = [
-        "## 300 handwritten digits, fresh seeds: classifiers without a network",
-        "",
-        "Test accuracy in %, mean ± sd over the ten splits of the fresh seeds, with the same images and wrong labels; "
-        "settings are chosen on their validation images. What regularisers gain in the small ViT above, trained from "
-        "scratch for 50 epochs, is to be seen beside these.",
-        "",
-        "| classifier | " + " | ".join(f"{100 * float(share):.0f} % label noise" for share in shares) + " |",
-        "| --- |" + " ---: |" * len(shares),
-    ]
-    for rows in zip(*shares.values(), strict=True):
-        scores = (measured(Estimate(tuple(row["test"]))) for row in rows)
-        lines.append(f"| {rows[0]['classifier']} | {' | '.join(scores)} |")
-    return [*lines, "", "```", found["command"], "```", ""]
-
-
 def main() -> None:
     result = {
         "command": "python experiments/references.py",
@@ -89,7 +64,7 @@ def main() -> None:
         "seeds": list(AGAIN.SEEDS),
         "shares": {f"{share:g}": classified(share) for share in sorted(AGAIN.FIRST.SHARES)},
     }
-    (HERE.parent / OUTPUT).write_text(json.dumps(result, indent=1) + "\n")
+    (HERE.parent / FOUND).write_text(json.dumps(result, indent=1) + "\n")
     for share, rows in result["shares"].items():
         for row in rows:
             print(f"{float(share):4.0%} wrong labels, {row['classifier']}: {100 * np.mean(row['test']):.2f} %")

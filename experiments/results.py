@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pages import choices, comparisons, study, summaries
-from pages.source import EXPERIMENTS, Source, source
+from pages import choices, classifiers, comparisons, study, summaries
+from pages.source import EXPERIMENTS, Source, source, title
 
-from explicit_dropout.lab.experiment import module_of
+from explicit_dropout.lab.report.answers import ENOUGH
 
 STUDIES = {
     "cifar": ("CIFAR-10 and CIFAR-100", ("table1", "table2", "table5", "rates", "noise", "label_noise", "few_cifar")),
@@ -54,13 +54,14 @@ def pages(root: Path) -> dict[Path, str]:
     found = [one for sources in studies.values() for one in sources]
     every = {part.experiment.name: part.analysis for one in [*chosen, *found] for part in one.parts}
     compared = {part.experiment.name: part.analysis for one in found for part in one.parts}
+    questions = comparisons.asked(every.values())
     lines = {
-        "results": overview(studies, chosen, comparisons.asked(every.values())),
-        "results/comparisons": comparisons.page(every.values()),
+        "results": overview(studies, chosen, questions),
+        "results/comparisons": comparisons.page(questions),
         **{f"results/{name}": study.page(STUDIES[name][0], sources) for name, sources in studies.items()},
         "results/settings": choices.page(chosen),
     }
-    lines["results/digits"] += module_of(EXPERIMENTS / "references.py").section(root)
+    lines["results/digits"] += classifiers.section(root)
     made = {root / "docs" / f"{name}.md": text([page[0], "", MADE, *page[1:]]) for name, page in lines.items()}
     tables = summaries.tables(compared, {one.file: one.module for one in found})
     for name in summaries.PAGES:
@@ -83,7 +84,20 @@ def overview(
     lines += ["## How far each experiment is", ""]
     lines += ["| experiment | runs finished | rows with n ≥ 5 | to continue |", "| --- | ---: | ---: | --- |"]
     for name, sources in [*studies.items(), ("settings", chosen)]:
-        lines += study.overview(f"results/{name}.md", sources)
+        lines += progress(f"results/{name}.md", sources)
+    return lines
+
+
+def progress(page: str, sources: Sequence[Source]) -> list[str]:
+    """A line for each experiment of a page: how far it is, and what goes on with it."""
+    lines = []
+    for found in sources:
+        for part in found.parts:
+            analysis = part.analysis
+            full = sum(row.test.n >= ENOUGH for row in analysis.rows)
+            command = "complete" if analysis.complete else f"`{found.continued()}`"
+            done = f"{analysis.finished} of {analysis.planned}"
+            lines.append(f"| [{title(analysis)}]({page}) | {done} | {full} of {len(analysis.rows)} | {command} |")
     return lines
 
 

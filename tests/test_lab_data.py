@@ -336,7 +336,7 @@ def test_a_step_counts_for_each_of_its_classes_and_for_background_if_it_has_none
     assert dataset.background == 0
     assert dataset.scored_classes == [1, 2]
     assert dataset.test.labels[:3].tolist() == [[0, 1, 1], [1, 0, 0], [0, 0, 1]]
-    assert dataset.metric_targets(dataset.test)[:3].tolist() == [[True, True], [False, False], [False, True]]
+    assert dataset.positive(dataset.test.labels)[:3].tolist() == [[True, True], [False, False], [False, True]]
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     assert torch.equal(dataset.scores(logits), logits.softmax(1)[:, 1:])
 

@@ -7,8 +7,7 @@ from explicit_dropout.lab.report import markdown
 from explicit_dropout.lab.report.reading import Part
 from explicit_dropout.lab.report.tables import MISSING, Column, Table, measured, percent
 from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, differences
-from pages.source import Source, heading, not_run
-from pages.study import commands
+from pages.source import Source, commands, heading, not_run
 
 
 def page(sources: Sequence[Source]) -> list[str]:

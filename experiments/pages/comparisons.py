@@ -28,7 +28,7 @@ class Asked:
             said = (
                 [answer.rstrip(".") for answer in answers(analysis, question)]
                 if question.same_settings
-                else [in_short(contrasts(analysis, question))]
+                else [tally(contrasts(analysis, question))]
             )
             for one in said:
                 lines.setdefault(one, []).append(label(analysis))
@@ -55,7 +55,7 @@ def asked(analyses: Iterable[Analysis]) -> list[Asked]:
     return [Asked(text, tuple(by)) for text, by in found.items()]
 
 
-def in_short(found: Sequence[Contrast]) -> str:
+def tally(found: Sequence[Contrast]) -> str:
     """Better in 3 of 10, no difference shown in 7 of 10."""
     counts = Counter(contrast.outcome for contrast in found)
     total = len(found)
@@ -82,7 +82,7 @@ def cells(experiment: str, contrast: Contrast) -> dict[str, str]:
     }
 
 
-def page(analyses: Iterable[Analysis]) -> list[str]:
+def page(questions: Iterable[Asked]) -> list[str]:
     lines = [
         "# Comparisons",
         "",
@@ -93,6 +93,6 @@ def page(analyses: Iterable[Analysis]) -> list[str]:
         f"{ENOUGH} pairs.",
         "",
     ]
-    for question in asked(analyses):
+    for question in questions:
         lines += [f"## {question.text}", "", *question.in_short(), "", *question.in_full()]
     return lines

@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +28,6 @@ class Source:
         return shlex.join([*self.command, *([] if row is None else ["--only", row])])
 
 
-@cache
 def source(name: str, root: Path) -> Source:
     path = EXPERIMENTS / f"{name}.py"
     module = module_of(path)
@@ -61,3 +59,12 @@ def heading(analysis: Analysis) -> list[str]:
 
 def not_run(found: Source, analysis: Analysis) -> list[str]:
     return [f"Not run yet (0 of {analysis.planned} runs).", "", "```", found.continued(), "```", ""]
+
+
+def commands(found: Source, analysis: Analysis) -> list[str]:
+    """The command that makes any row, and those that go on with what is not complete."""
+    unfinished = [row for row in analysis.rows if not row.complete]
+    state = f"{len(unfinished)} are not complete" if unfinished else "all are complete"
+    lines = [f"{found.continued()} --only ROW  # makes the row of that name; {state}"]
+    lines += [f"{found.continued(row.name)}  # {row.finished} of {row.planned} runs" for row in unfinished]
+    return ["```", *lines, "```", ""]

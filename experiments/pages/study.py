@@ -9,7 +9,7 @@ from explicit_dropout.lab.report.reading import Part
 from explicit_dropout.lab.report.stopping import stopping_table
 from explicit_dropout.lab.report.tables import MISSING, Column, Table, configurations_table, diagnostics_table
 from explicit_dropout.lab.statistics import Analysis, edges
-from pages.source import Source, heading, not_run, title
+from pages.source import Source, commands, heading, not_run
 
 DIAGNOSED = ("row", "train_metric", "gap", "train_loss", "test_loss", "calibration_error", "n")
 SHARED = {"strength": "λ", "learning_rate": "learning rate"}
@@ -81,25 +81,3 @@ def stopped_early(analysis: Analysis) -> list[str]:
     table = stopping_table(analysis, ENOUGH)
     noisy = any(run.data.label_noise for run in analysis.experiment.runs)
     return [STOPPED, "", markdown(table)] if noisy and table.rows else []
-
-
-def commands(found: Source, analysis: Analysis) -> list[str]:
-    """The command that makes any row, and those that go on with what is not complete."""
-    unfinished = [row for row in analysis.rows if not row.complete]
-    state = f"{len(unfinished)} are not complete" if unfinished else "all are complete"
-    lines = [f"{found.continued()} --only ROW  # makes the row of that name; {state}"]
-    lines += [f"{found.continued(row.name)}  # {row.finished} of {row.planned} runs" for row in unfinished]
-    return ["```", *lines, "```", ""]
-
-
-def overview(name: str, sources: Sequence[Source]) -> list[str]:
-    """A line for each experiment of a page: how far it is, and what goes on with it."""
-    lines = []
-    for found in sources:
-        for part in found.parts:
-            analysis = part.analysis
-            full = sum(row.test.n >= ENOUGH for row in analysis.rows)
-            command = "complete" if analysis.complete else f"`{found.continued()}`"
-            done = f"{analysis.finished} of {analysis.planned}"
-            lines.append(f"| [{title(analysis)}]({name}) | {done} | {full} of {len(analysis.rows)} | {command} |")
-    return lines

@@ -9,16 +9,18 @@ from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout.errors import CollectionError, InputError
 from explicit_dropout.hooks.collector import Collector, Term
 from explicit_dropout.hooks.total import Total
 from explicit_dropout.refusals import check_state
+from explicit_dropout.selection import Silenced
 
 Reduction = Literal["token", "sample"]
 
 
-class Place(Protocol):
+class Named(Protocol):
     """What the places of a regulariser have in common: a name that is theirs alone, and a kind."""
 
     @property
@@ -32,11 +34,13 @@ class Attached(ABC):
     """Hooks on a model that collect what a penalty is made of, and how to be rid of them."""
 
     model: nn.Module
-    sites: Sequence[Place]
+    sites: Sequence[Named]
 
     def __init__(self) -> None:
         self.calls = 0
+        self.silenced = Silenced()
         self._total, self._collector = Total(), Collector()
+        self._handles: list[RemovableHandle] = []
         self._removed = False
 
     def _collected(self) -> list[list[Any]]:
@@ -56,7 +60,11 @@ class Attached(ABC):
         """What is attached, as a table."""
 
     def remove(self) -> None:
-        """Let go of the model."""
+        """Take every hook off and give the model its stochastic dropout back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.silenced.switch_on()
         self._collector.inert = self._removed = True
         self._collector.take()
 

@@ -11,7 +11,6 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import checks
 from explicit_dropout.attached import Attached, uncompiled
@@ -29,7 +28,6 @@ from explicit_dropout.hooks.loss_level import (
     RowsReached,
 )
 from explicit_dropout.hooks.plan import Plan
-from explicit_dropout.hooks.taps import projection_of
 from explicit_dropout.hooks.total import Share
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (
@@ -37,11 +35,11 @@ from explicit_dropout.refusals import (
     no_forward,
     places_of,
     refuse_replaced,
+    refuse_silent,
     refuse_unknown,
-    silent_sites,
 )
-from explicit_dropout.selection import Selection, Silenced, select
-from explicit_dropout.sites import Attention, Site
+from explicit_dropout.selection import Selection, select
+from explicit_dropout.sites import Attention, Site, projection_of
 from explicit_dropout.strengths import Strength
 from explicit_dropout.table import table
 from explicit_dropout.weights import modules_under_fsdp
@@ -115,9 +113,7 @@ class LossLevelDropout(Attached):
         given = {"query": query, "key": key, "value": value, "feed_forward": feed_forward}
         selection = select(self.model, noise, given, layers)  # type: ignore[arg-type]
         self.sites: list[Site] = selection.sites
-        self.silenced = Silenced()
         self._laws, self._schedules = selection.laws, selection.schedules
-        self._handles: list[RemovableHandle] = []
         for component, law in self._laws.items():
             if law.mean:
                 raise InputError(
@@ -133,7 +129,7 @@ class LossLevelDropout(Attached):
             if self.sites:
                 self._attach(selection)
             if disable_dropout:
-                self.silenced.switch_off(self.sites)
+                self.silenced.switch_off_at(self.sites)
         except BaseException:
             self.remove()
             raise
@@ -145,8 +141,8 @@ class LossLevelDropout(Attached):
         attention = [layer.described.module for layer in selection.layers if isinstance(layer.described, Attention)]
         for module in dict.fromkeys((self.model, *attention)):
             around = DifferentiableAttention(collector)
-            plan.before.setdefault(module, []).append(EnterAttention(around))
-            plan.after.setdefault(module, []).append(LeaveAttention(around))
+            plan.hook_before(module, EnterAttention(around))
+            plan.hook_after(module, LeaveAttention(around))
         fused: dict[nn.Module, list[Site]] = {}
         for layer, sites in selection.places:
             plan.root.batch_first &= layer.described.batch_first
@@ -154,15 +150,15 @@ class LossLevelDropout(Attached):
             if uncalled and isinstance(layer.described, Attention) and layer.described.inputs is not None:
                 module = layer.described.module
                 inputs = dict(zip(("query", "key", "value"), layer.described.inputs, strict=True))
-                plan.before.setdefault(module, []).append(ArgumentsReached(collector, uncalled, module, inputs))
+                plan.hook_before(module, ArgumentsReached(collector, uncalled, module, inputs))
             for site in sites:
                 module = projection_of(site).module
                 if projection_of(site).rows is not None and site not in uncalled:
                     fused.setdefault(module, []).append(site)
                 elif site not in uncalled:
-                    plan.before.setdefault(module, []).append(InputReached(collector, [site]))
+                    plan.hook_before(module, InputReached(collector, [site]))
         for module, sites in fused.items():
-            plan.after.setdefault(module, []).append(RowsReached(collector, sites))
+            plan.hook_after(module, RowsReached(collector, sites))
         plan.register(self._handles)
 
     def _refuse_sharded(self) -> None:
@@ -171,14 +167,6 @@ class LossLevelDropout(Attached):
                 f"{type(self.model).__name__} is sharded by fully_shard, which takes weights away before the penalty "
                 "can be differentiated. Use ExplicitDropout under FSDP2, or DistributedDataParallel."
             )
-
-    def remove(self) -> None:
-        """Take every hook off and give the model its stochastic dropout back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.silenced.switch_on()
-        super().remove()
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -221,10 +209,7 @@ class LossLevelDropout(Attached):
             reached.append(firing)
         refuse_replaced(self._places)
         self._refuse_sharded()
-        fired = {one.site for one in reached}
-        silent = [site.name for site in self.sites if site.name not in fired]
-        if silent and (self.require_all or len(silent) == len(self.sites)):
-            raise silent_sites(silent, len(self.sites))
+        refuse_silent(self.sites, {one.site for one in reached}, require_all=self.require_all)
         if not self._known_smooth:
             refuse_static_graph(outputs)
         if self.draws is None:

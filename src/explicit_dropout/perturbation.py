@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from explicit_dropout import checks
 from explicit_dropout.errors import ExplicitDropoutError, InputError, UnsupportedSiteError
+from explicit_dropout.hooks.calls import argument_names, named_call
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import check_exact
 from explicit_dropout.regulariser import ExplicitDropout
@@ -137,7 +138,7 @@ class Record:
 def _listen(item: Attention | FeedForward, taken: Record, stack: ExitStack) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-        taken.begin(item, _arguments(module, args, kwargs), args, kwargs)
+        taken.begin(item, named_call(argument_names(module), args, kwargs), args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         taken.projected(item, module, args[0], output)
@@ -154,12 +155,6 @@ def _removed(handle: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(module.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 # ---------------------------------------------------------------------------------------------- one attention, again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from inspect import signature
 
 from torch import nn
@@ -14,9 +14,18 @@ from explicit_dropout.errors import CollectionError, InputError, UnmatchedModelE
 from explicit_dropout.functional.batch import coherent_part_needed
 from explicit_dropout.hooks.calls import around
 from explicit_dropout.hooks.collector import Collector
-from explicit_dropout.hooks.taps import projection_of
 from explicit_dropout.noise import Noise
-from explicit_dropout.sites import COMPONENTS, SCORES, Attention, Component, Layer, Projection, Site, sites_of
+from explicit_dropout.sites import (
+    COMPONENTS,
+    SCORES,
+    Attention,
+    Component,
+    Layer,
+    Projection,
+    Site,
+    projection_of,
+    sites_of,
+)
 from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
 
 
@@ -166,7 +175,7 @@ def _refuse_own_forward(site: Site, noise: Noise) -> None:
                 "alone; or leave the layer out by layers=."
             )
         writer = generic.author(layer)
-        if not f"{writer.__module__}.".startswith(generic.LIBRARIES):
+        if not generic.is_read(writer):
             raise UnsupportedSiteError(
                 f"{site.name}: {type(layer).__name__} is an nn.Linear with a forward of its own ({writer.__module__}), "
                 f"so what acts may be another weight than the one it holds, which {noise} needs. Use paper(p), which "
@@ -175,12 +184,17 @@ def _refuse_own_forward(site: Site, noise: Noise) -> None:
             )
 
 
+def chunk_of(part: nn.Module) -> int:
+    """How many tokens a part of a model of transformers runs its feed-forward layers on at a time; 0 for all."""
+    size = getattr(part, "chunk_size_feed_forward", 0)
+    return size if isinstance(size, int) and size > 0 else 0
+
+
 def refuse_chunks(model: nn.Module, sites: Iterable[Site]) -> None:
     """Feed-forward layers of transformers that are run on some tokens after the other: each call looks like a batch."""
     for site in (site for site in sites if site.component == "feed_forward"):
         for path, part in around(model, site.path):
-            size = getattr(part, "chunk_size_feed_forward", 0)
-            if isinstance(size, int) and size > 0:
+            if size := chunk_of(part):
                 raise UnsupportedSiteError(
                     f"{site.name}: {path or 'the model'} runs it on {size} tokens at a time, so that each chunk would "
                     "count as a batch of its own. Set chunk_size_feed_forward = 0 in the model's configuration before "
@@ -251,13 +265,16 @@ def no_forward(model: nn.Module) -> CollectionError:
     )
 
 
-def silent_sites(silent: list[str], number: int) -> CollectionError:
-    return CollectionError(
-        f"{len(silent)} of {number} sites did not fire in the forward pass: {', '.join(silent[:5])}"
-        f"{', …' if len(silent) > 5 else ''}. The model went around their modules (a fused path, a part in eval mode, "
-        "LayerDrop): leave them out by layers=, or attach with require_all=False. Or it was compiled and called before "
-        "the regulariser was attached: compile it again, after torch.compiler.reset()."
-    )
+def refuse_silent(sites: Sequence[Site], fired: Collection[str], *, require_all: bool) -> None:
+    """Sites that have left nothing in a forward pass; where they may, all of them at once."""
+    silent = [site.name for site in sites if site.name not in fired]
+    if silent and (require_all or len(silent) == len(sites)):
+        raise CollectionError(
+            f"{len(silent)} of {len(sites)} sites did not fire in the forward pass: {', '.join(silent[:5])}"
+            f"{', …' if len(silent) > 5 else ''}. The model went around their modules (a fused path, a part in eval "
+            "mode, LayerDrop): leave them out by layers=, or attach with require_all=False. Or it was compiled and "
+            "called before the regulariser was attached: compile it again, after torch.compiler.reset()."
+        )
 
 
 def unmatched(model: nn.Module) -> UnmatchedModelError:

@@ -7,15 +7,14 @@ from typing import Literal, Never
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import checks, kernels
 from explicit_dropout.attached import LayerLevel, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.hooks.collector import MOST_FORWARDS, Term
 from explicit_dropout.hooks.plan import Plan
-from explicit_dropout.hooks.taps import Padding, Tap, projection_of
-from explicit_dropout.hooks.told import holders_of, lengths_of
+from explicit_dropout.hooks.taps import Padding, Tap
+from explicit_dropout.hooks.told import holders_of
 from explicit_dropout.hooks.total import Share
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (
@@ -26,11 +25,11 @@ from explicit_dropout.refusals import (
     refuse_chunks,
     refuse_replaced,
     refuse_sharded,
+    refuse_silent,
     refuse_unknown,
-    silent_sites,
 )
-from explicit_dropout.selection import Silenced, select
-from explicit_dropout.sites import COMPONENTS, Layer, Site
+from explicit_dropout.selection import select
+from explicit_dropout.sites import COMPONENTS, Layer, Site, projection_of
 from explicit_dropout.strengths import Strength
 from explicit_dropout.table import table
 from explicit_dropout.weights import column_norms, is_sharded, modules_under_fsdp, sharded_energy
@@ -101,9 +100,7 @@ class ExplicitDropout(LayerLevel):
         self.reduction = reduction or ("sample" if reading == "paper" else "token")
         self.require_all = require_all
         self.sites: list[Site] = selection.sites
-        self.silenced = Silenced()
         self._laws, self._schedules = selection.laws, selection.schedules
-        self._handles: list[RemovableHandle] = []
         self._places: list[Place] = []
         self._sharding_known = False
         for site in self.sites:
@@ -115,7 +112,7 @@ class ExplicitDropout(LayerLevel):
             if self.sites:
                 self._attach(selection.places, padding)
             if disable_dropout:
-                self.silenced.switch_off(self.sites)
+                self.silenced.switch_off_at(self.sites)
         except BaseException:
             self.remove()
             raise
@@ -129,23 +126,11 @@ class ExplicitDropout(LayerLevel):
         plan = Plan(self._collector, self.model)
         for layer, sites in places:
             holders, merged = holders_of(self.model, layer.path), self.reading == "paper"
-            for holder in holders:
-                lengths = lengths_of(self.model.get_submodule(holder))
-                if lengths is not None:
-                    self._collector.lengths[holder] = lengths
             for noise in dict.fromkeys(self._laws[site.component] for site in sites):
                 own = [site for site in sites if self._laws[site.component] == noise]
                 tap = Tap(layer, noise, self._collector, merged_heads=merged, padding=padding, holders=holders)
                 plan.add(layer, own, tap)
         plan.register(self._handles)
-
-    def remove(self) -> None:
-        """Take every hook off and give the model its stochastic dropout back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.silenced.switch_on()
-        super().remove()
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -161,9 +146,7 @@ class ExplicitDropout(LayerLevel):
             refuse_sharded(self.model, self.sites, self._laws)
             self._sharding_known = True
         fired = {term.site for forward in forwards for term in forward}
-        silent = [name for name in self._by_name if name not in fired]
-        if silent and (self.require_all or len(silent) == len(self.sites)):
-            raise silent_sites(silent, len(self.sites))
+        refuse_silent(self.sites, fired, require_all=self.require_all)
         step, self.calls = self.calls, self.calls + 1
         strengths = {name: self._schedules[name].at(step) for name in fired}
         shares: list[Share] = []

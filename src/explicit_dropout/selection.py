@@ -65,14 +65,17 @@ def select(
 class Silenced(list[tuple[Dropout, float]]):
     """Stochastic dropout that is switched off for a while, and the rates it has had."""
 
-    def switch_off(self, sites: Iterable[Site]) -> None:
+    def switch_off(self, dropout: Dropout) -> None:
+        rate = getattr(dropout.module, dropout.name, 0.0)
+        if rate:
+            self.append((dropout, rate))
+            setattr(dropout.module, dropout.name, 0.0)
+
+    def switch_off_at(self, sites: Iterable[Site]) -> None:
         """All that the layers of these sites hold."""
         for site in sites:
             for dropout in site.source.described.dropouts:
-                rate = getattr(dropout.module, dropout.name, 0.0)
-                if rate:
-                    self.append((dropout, rate))
-                    setattr(dropout.module, dropout.name, 0.0)
+                self.switch_off(dropout)
 
     def switch_on(self) -> None:
         for dropout, rate in self:

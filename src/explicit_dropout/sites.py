@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout.errors import InputError
+from explicit_dropout.errors import InputError, UnsupportedSiteError
 from explicit_dropout.weights import acting
 
 Component = Literal["query", "key", "query_key", "value", "attended_value", "feed_forward"]
@@ -417,6 +417,12 @@ def sites_of(layer: Layer) -> Iterator[Site]:
             source=layer,
             projection=projection,
         )
+
+
+def projection_of(site: Site) -> Projection:
+    if site.projection is None:
+        raise UnsupportedSiteError(f"{site.name} has no linear projection")
+    return site.projection
 
 
 def samples_first(described: Attention | FeedForward, x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Never, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import checks
 from explicit_dropout.attached import LayerLevel, firings, uncompiled
@@ -18,12 +17,13 @@ from explicit_dropout.hooks.draws import Kind
 from explicit_dropout.hooks.parts import DropPathHook, GuardHook, LayerMaskHook, PlaceAfter, PlaceBefore
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding
-from explicit_dropout.hooks.tokens import places_of, takes_padding
-from explicit_dropout.hooks.told import is_pretrained, lengths_of
+from explicit_dropout.hooks.tokens import takes_padding, told_parts
+from explicit_dropout.hooks.told import is_pretrained
 from explicit_dropout.hooks.total import Share
 from explicit_dropout.hooks.twins import EnterHook, LeaveHook, Twin
 from explicit_dropout.hooks.widths import Width
-from explicit_dropout.refusals import no_forward, refuse_second, refuse_unknown
+from explicit_dropout.refusals import chunk_of, no_forward, refuse_second, refuse_unknown
+from explicit_dropout.sites import Dropout
 from explicit_dropout.strengths import Schedule, by_layer
 from explicit_dropout.table import table
 
@@ -62,8 +62,6 @@ class DropoutTwins(LayerLevel):
         self.model = model = uncompiled(model)
         refuse_second(model)
         _refuse_chunks(model)
-        self.silenced: list[tuple[nn.Module, str, float]] = []
-        self._handles: list[RemovableHandle] = []
         try:
             self._leave = self._attach(padding, width, others)
         except BaseException:
@@ -77,37 +75,31 @@ class DropoutTwins(LayerLevel):
         entering = EnterHook(collector, dice)
         off = [kind for kind, schedule in self._schedules.items() if schedule.is_off]
         leaving = LeaveHook(entering, model, padding, width, off)
-        plan.before[model].append(entering)
-        for path in places_of(model):
+        plan.hook_before(model, entering)
+        for path in told_parts(model):
             part = model.get_submodule(path)
             if path and is_pretrained(part):
                 plan.watch(path)
-                plan.before[part].append(GuardHook(entering, path))
-            before, after = plan.before.setdefault(part, []), plan.after.setdefault(part, [])
+                plan.hook_before(part, GuardHook(entering, path))
             if takes_padding(part):
-                before.append(LayerMaskHook(collector, dice, path, part))
-            before.append(PlaceBefore(collector, dice, path))
-            after.append(PlaceAfter(collector, dice))
+                plan.hook_before(part, LayerMaskHook(collector, dice, path, part))
+            plan.hook_before(part, PlaceBefore(collector, dice, path))
+            plan.hook_after(part, PlaceAfter(collector, dice))
         for path, module in model.named_modules():
-            if is_pretrained(module):
-                lengths = lengths_of(module)
-                if lengths is not None:
-                    collector.lengths[path] = lengths
             if others == "refuse" and isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
                 raise UnsupportedSiteError(
                     f"{path or 'the model'}: the dropout between layers of {type(module).__name__} has no twin here. "
                     "Build it with dropout=0, or let it be random: others='keep'."
                 )
             if isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention) or is_drop_path(module):
-                plan.before.setdefault(module, []).append(GuardHook(entering, path or "the model"))
+                plan.hook_before(module, GuardHook(entering, path or "the model"))
             rate = drop_path_rate(module)
             if rate is not None:
                 name, p = rate
                 rescaled = bool(getattr(module, "scale_by_keep", True))
-                self.silenced.append((module, name, p))
-                setattr(module, name, 0.0)
-                plan.after.setdefault(module, []).append(DropPathHook(collector, dice, path, p, rescaled))
-        plan.after.setdefault(model, []).append(leaving)
+                self.silenced.switch_off(Dropout(module, name))
+                plan.hook_after(module, DropPathHook(collector, dice, path, p, rescaled))
+        plan.hook_after(model, leaving)
         plan.register(self._handles)
         return leaving
 
@@ -148,16 +140,6 @@ class DropoutTwins(LayerLevel):
     def strengths(self) -> dict[str, float]:
         """The λ of every site that was found, at the next call, by site name."""
         return {site.name: self._schedules[site.component].at(self.calls) for site in self.sites}
-
-    def remove(self) -> None:
-        """Take every hook off and give the model its dice back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for module, name, rate in self.silenced:
-            setattr(module, name, rate)
-        self.silenced.clear()
-        super().remove()
 
     def summary(self) -> str:
         """Where the model draws dropout, and what stands for it, as a table: after a forward pass in train mode."""
@@ -243,8 +225,7 @@ def _schedule(kind: str, strength: float | Schedule) -> Schedule:
 
 def _refuse_chunks(model: nn.Module) -> None:
     for path, part in model.named_modules():
-        size = getattr(part, "chunk_size_feed_forward", 0)
-        if isinstance(size, int) and size > 0:
+        if size := chunk_of(part):
             raise UnsupportedSiteError(
                 f"{path or 'the model'} runs its feed-forward layers on {size} tokens at a time, so that each chunk "
                 "would count as a batch of its own. Set chunk_size_feed_forward = 0 in the model's configuration."

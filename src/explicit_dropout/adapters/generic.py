@@ -77,6 +77,11 @@ def author(module: nn.Module) -> type:
     return next(base for base in type(module).__mro__ if "forward" in base.__dict__)
 
 
+def is_read(kind: type) -> bool:
+    """Whether a class is of `LIBRARIES`."""
+    return f"{kind.__module__}.".startswith(LIBRARIES)
+
+
 def unread(module: nn.Module) -> dict[str, Any]:
     """Settings for attention of a library that nobody here has read: only separate projections are beyond doubt."""
     name = author(module).__qualname__

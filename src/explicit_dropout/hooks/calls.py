@@ -66,6 +66,11 @@ def with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return args, {**kwargs, next(iter(kwargs)): x}
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is under way in this thread: what runs now is run again, by checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_checkpointing() -> bool:
     """Whether activation checkpointing runs this, of either kind."""
     if torch.compiler.is_compiling():

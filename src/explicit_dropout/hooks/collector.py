@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import calls_itself
-from explicit_dropout.hooks.told import Call, Lengths, Padding, Samples, Told, Unpadded, is_pretrained
+from explicit_dropout.hooks.calls import calls_itself, in_backward
+from explicit_dropout.hooks.told import Call, Lengths, Masks, Samples, Told, Unpadded, is_pretrained
 from explicit_dropout.weights import modules_under_fsdp
 
 MOST_FORWARDS = 64
@@ -118,7 +118,7 @@ class Slot:
         self.pending = EMPTY
         self.complete = Chain(None, None)  # of its own: the compiler takes two names of one object for one
         self.waiting = 0
-        self.padding: Padding | None = None
+        self.padding: Masks | None = None
         self.unpadded: Unpadded = ()
         self.samples: Samples = {}
         self.observed: dict[str, Observed] = {}
@@ -183,7 +183,7 @@ class Collector:
         own: Slot = self.threads.slot
         return compiled if compiled.opened_compiled and not own.open else own
 
-    def padding(self) -> Padding:
+    def padding(self) -> Masks:
         """The masks of the forward pass; in another thread, such as one that recomputes layers, of the last one."""
         found = self.slot().padding
         if found is None:
@@ -195,7 +195,7 @@ class Collector:
         slot = self.slot()
         return self.compiled.unpadded if slot.padding is None else slot.unpadded
 
-    def tell(self, part: str, padding: Padding, samples: int | None, unpadded: Unpadded = ()) -> None:
+    def tell(self, part: str, padding: Masks, samples: int | None, unpadded: Unpadded = ()) -> None:
         """A model inside the model is called: what it knows of padding, and its samples."""
         slot = self.slot()
         others = {key: mask for key, mask in (slot.padding or {}).items() if key[0] != part}
@@ -301,7 +301,7 @@ class RootBefore:
         if not (model.training and torch.is_grad_enabled()):
             self.collector.abandon()
             return
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        if not torch.compiler.is_compiling() and in_backward():
             return  # checkpointing runs the model once more, during the backward pass: its terms were taken before
         if not self.looked and not torch.compiler.is_compiling():  # it may be sharded after it was attached to
             self.collector.sharded, self.looked = bool(modules_under_fsdp(model)), True

@@ -11,8 +11,8 @@ from explicit_dropout import kernels
 from explicit_dropout.hooks.activation import Between, Left, arrived, free
 from explicit_dropout.hooks.calls import only_input, with_input
 from explicit_dropout.hooks.products import is_plain_linear, product_and_bias
-from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, in_order, projection_of
-from explicit_dropout.sites import Site
+from explicit_dropout.hooks.taps import Tap, TapHook, by_sample, in_order
+from explicit_dropout.sites import Site, projection_of
 
 
 class ColumnsHook(TapHook):

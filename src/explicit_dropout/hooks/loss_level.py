@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import argument_names, only_input, with_input
+from explicit_dropout.hooks.calls import argument_names, in_backward, only_input, with_input
 from explicit_dropout.hooks.collector import Chain, Collector
 from explicit_dropout.hooks.told import Samples
 from explicit_dropout.kernels.plain import wide
@@ -72,7 +72,7 @@ def repeating(collector: Collector, module: nn.Module) -> bool:
     """Whether checkpointing runs this module once more, in a backward pass, where it has to do the same again."""
     if collector.inert or torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
         return False
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()
 
 
 class Reaching:

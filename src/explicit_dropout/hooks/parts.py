@@ -54,11 +54,12 @@ class LayerMaskHook(TwinHook):
         call = named_call(self.names, args, kwargs)
         given = [name for name in PADDING if call.get(name) is not None]
         mask = layer_padding({given[0]: call[given[0]]}) if len(given) == 1 else None
-        told = {} if mask is None else {(self.path, "layer"): mask}
+        masks = {key: known for key, known in self.collector.padding().items() if key[0] == self.path}
         if mask is not None and not self.batch_first and mask.ndim == 2:
-            told = {(self.path, "layer"): mask.mT, (self.path, "turned"): mask}
-        known = {key: other for key, other in self.collector.padding().items() if key[0] == self.path}
-        self.collector.tell(self.path, {**known, **told} if mask is not None else known, None)
+            masks |= {(self.path, "layer"): mask.mT, (self.path, "turned"): mask}
+        elif mask is not None:
+            masks[self.path, "layer"] = mask
+        self.collector.tell(self.path, masks, None)
 
 
 class GuardHook(TwinHook):

@@ -10,15 +10,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from explicit_dropout import kernels
-from explicit_dropout.adapters.generic import LIBRARIES, author
+from explicit_dropout.adapters.generic import author, is_read
 from explicit_dropout.hooks.activation import Activation, AfterActivation, BeforeActivation, Between
 from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, SquaresHook
 from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore, failed
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.loss_level import ArgumentsReached, InputReached, LeaveAttention
-from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap, projection_of
+from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap
+from explicit_dropout.hooks.told import lengths_of
 from explicit_dropout.hooks.twins import LeaveHook
-from explicit_dropout.sites import SCORES, Attention, FeedForward, Layer, Site
+from explicit_dropout.sites import SCORES, Attention, FeedForward, Layer, Site, projection_of
 
 TAKING = ColumnsHook, SquaresHook, AttendedHook, InputHook, InputReached, ArgumentsReached
 """Hooks that take the input of a module, and so have to see what it is in the end, whatever others make of it."""
@@ -68,6 +69,8 @@ class Plan:
         self.before: dict[nn.Module, list[Any]] = {model: [self.root]}
         self.after: dict[nn.Module, list[Any]] = {}
         self.parts: set[str] = {""}
+        named = {path: lengths_of(module) for path, module in model.named_modules()}
+        collector.lengths = {path: lengths for path, lengths in named.items() if lengths is not None}
         self.places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
 
     def add(self, layer: Layer, sites: list[Site], tap: Tap) -> None:
@@ -84,8 +87,8 @@ class Plan:
             last = site.projection is described.layers[-1]
             self._add_linear(site, tap, before=between if last else None, after=None if last else between)
         if described.module is not None and described.padding is not None:
-            self._before(described.module, BeginHook(tap))
-            self._after(described.module, EndHook(tap))
+            self.hook_before(described.module, BeginHook(tap))
+            self.hook_after(described.module, EndHook(tap))
 
     def watch(self, holder: str) -> None:
         """Have the model inside the model at this path say what it is told of padding."""
@@ -97,8 +100,8 @@ class Plan:
     def _add_linear(self, site: Site, tap: Tap, before: Between | None = None, after: Between | None = None) -> None:
         module = projection_of(site).module
         if tap.noise.variance:
-            self._before(module, ColumnsHook(tap, site, before))
-        self._after(module, LinearHook(tap, site, before, after))
+            self.hook_before(module, ColumnsHook(tap, site, before))
+        self.hook_after(module, LinearHook(tap, site, before, after))
 
     def _between(self, layer: Layer, network: FeedForward, sites: list[Site], tap: Tap) -> Between | None:
         """Hooks on the activations of a feed-forward network, if it has some that kernels make."""
@@ -121,8 +124,8 @@ class Plan:
         for module, kind in found.items():
             self.places[module] += 1  # another network around this one leaves it alone
             activation = Activation(tap, between, kind, by_column=last and not gated)
-            self._before(module, BeforeActivation(activation))
-            self._after(module, AfterActivation(activation))
+            self.hook_before(module, BeforeActivation(activation))
+            self.hook_after(module, AfterActivation(activation))
         return between
 
     def _add_attention(self, attention: Attention, sites: list[Site], tap: Tap) -> None:
@@ -132,24 +135,24 @@ class Plan:
         at_attention = [site for site in sites if site not in at_projection]
         if not at_attention:
             return
-        self._before(attention.module, BeginHook(tap))
+        self.hook_before(attention.module, BeginHook(tap))
         if attention.inputs is None:
             roles = {"query": attention.query, "key": attention.key, "value": attention.value}
             if all(site.component in SCORES for site in at_attention):  # of which values are no part
                 del roles["value"]
             for role, projection in roles.items():
-                self._after(projection.module, SeenHook(tap, role))
+                self.hook_after(projection.module, SeenHook(tap, role))
             if tap.noise.variance:
                 self._add_squares(attention, {site.component for site in at_attention}, tap)
         for site in at_attention:
             if site.component != "attended_value":
                 continue
             if attention.output is not None:
-                self._before(attention.output, AttendedHook(tap, attention, site))
+                self.hook_before(attention.output, AttendedHook(tap, attention, site))
             if isinstance(attention.weights, nn.Module):
-                self._before(attention.weights, InputHook(tap, "weights"))
-        self._after(attention.module, AttentionHook(tap, attention, at_attention))
-        self._after(attention.module, EndHook(tap))
+                self.hook_before(attention.weights, InputHook(tap, "weights"))
+        self.hook_after(attention.module, AttentionHook(tap, attention, at_attention))
+        self.hook_after(attention.module, EndHook(tap))
 
     def _add_squares(self, attention: Attention, components: set[str], tap: Tap) -> None:
         """Column energies for the scores: at the query and the key projection, or once where they are one layer."""
@@ -158,17 +161,17 @@ class Plan:
             if components & {role, "query_key"}:
                 by_module.setdefault(module, []).append(role)
         for module, roles in by_module.items():
-            self._before(module, SquaresHook(tap, attention, roles))
+            self.hook_before(module, SquaresHook(tap, attention, roles))
 
-    def _before(self, module: nn.Module, hook: Any) -> None:
+    def hook_before(self, module: nn.Module, hook: Any) -> None:
         self.before.setdefault(module, []).append(hook)
 
-    def _after(self, module: nn.Module, hook: Any) -> None:
+    def hook_after(self, module: nn.Module, hook: Any) -> None:
         self.after.setdefault(module, []).append(hook)
 
     def register(self, handles: list[RemovableHandle]) -> None:
         """Register everything, leaving a handle of each hook."""
-        self._after(self.model, RootAfter(self.collector))
+        self.hook_after(self.model, RootAfter(self.collector))
         for module, hooks in self.before.items():
             first = module is self.model and bool(module._forward_pre_hooks)
             before = hooks[0] if len(hooks) == 1 else Before(self.collector, hooks)
@@ -199,4 +202,4 @@ def is_known(module: nn.Module) -> bool:
     """Whether a module's forward is of a library, and changes nothing in place."""
     if "forward" in vars(module) or getattr(module, "inplace", False):
         return False
-    return f"{author(module).__module__}.".startswith(LIBRARIES)
+    return is_read(author(module))

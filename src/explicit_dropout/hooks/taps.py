@@ -9,7 +9,6 @@ Hooks are objects of top-level classes, so a model with hooks can be deep-copied
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -19,28 +18,22 @@ from torch import Tensor, nn
 from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
-from explicit_dropout.hooks.calls import argument_names, named_call, only_input
+from explicit_dropout.hooks.calls import argument_names, in_backward, named_call, only_input
 from explicit_dropout.hooks.collector import Chain, Collector, Observed, Term
 from explicit_dropout.hooks.products import lowered_input
-from explicit_dropout.hooks.told import PADDING_ARGUMENTS, shortened
+from explicit_dropout.hooks.told import ENCODER, PADDING_ARGUMENTS, shortened, stream_of
 from explicit_dropout.noise import Noise
-from explicit_dropout.sites import Attention, FeedForward, Layer, Projection, Site, samples_first
+from explicit_dropout.sites import Attention, FeedForward, Layer, Site, projection_of, samples_first
 from explicit_dropout.weights import column_norms
 
 _Result = TypeVar("_Result")
 Padding = Literal["auto"] | None | Callable[[str, Tensor], Tensor | None]
 """How padding is known: from the model's arguments, not at all, or by a function of module path and tokens."""
 
-
 RECOMPUTED = (
     " (Activation checkpointing has run this layer again, after the same model was called with another batch: masks of "
     "the last call are all that is known then.)"
 )
-
-
-DECODER = re.compile(r"(^|_)(decoders?|dec|tgt|target)(_|\d|$)")
-ENCODER = re.compile(r"(^|_)(encoders?|enc|src|source)(_|\d|$)")
-"""Names of parts that work on the second or on the first of two sequences."""
 
 
 class Tap:
@@ -67,7 +60,7 @@ class Tap:
         """Whether padding can only be what the whole model was told: nothing, mostly."""
         self.key = f"{type(self.described).__name__} {self.path} {noise}"  # a layer may have a tap for each of its laws
         self.holders = holders
-        self.streams = [(holder, stream(self.path.removeprefix(holder))) for holder in holders]
+        self.streams = [(holder, stream_of(self.path.removeprefix(holder))) for holder in holders]
         module = self.described.module
         self.names = () if module is None else argument_names(module)
 
@@ -181,8 +174,7 @@ class Tap:
             raise CollectionError(
                 f"{what}, {given}, does not say which of the tokens {tuple(x.shape[:-1])} of {self.path} are real. "
                 "Attach with padding=None to count all tokens, or with padding=function(module path, x) → boolean mask."
-                + RECOMPUTED
-                * (torch._C._current_graph_task_id() != -1)
+                + (RECOMPUTED if in_backward() else "")
             )
         return mask
 
@@ -359,17 +351,3 @@ class SameMask(torch.autograd.Function):
                 "count all tokens, or checkpoint whole calls of that part instead of its layers."
             )
         return grads[0], None
-
-
-def projection_of(site: Site) -> Projection:
-    if site.projection is None:
-        raise UnsupportedSiteError(f"{site.name} has no linear projection")
-    return site.projection
-
-
-def stream(path: str) -> str:
-    """Which sequence of a model the layers at this path work on; the mask of text says nothing about images."""
-    parts = path.split(".")
-    if any(part.startswith(("vision", "visual", "image", "visn")) for part in parts) or "r_layers" in parts:
-        return "vision"
-    return "decoder" if any(DECODER.search(part) for part in parts) else "main"

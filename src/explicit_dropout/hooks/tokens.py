@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
 from explicit_dropout.hooks.calls import argument_names
 from explicit_dropout.hooks.collector import Collector
-from explicit_dropout.hooks.taps import Padding, stream
-from explicit_dropout.hooks.told import first_tensor, holders_of, is_pretrained, shortened
+from explicit_dropout.hooks.taps import Padding
+from explicit_dropout.hooks.told import first_tensor, holders_of, is_pretrained, shortened, stream_of
 
 TORCH_LAYERS = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
 PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
@@ -28,7 +28,7 @@ class Tokens:
         self.found: dict[str, tuple[str, ...]] = {"": ("",)}
         """The holders of places, as they were asked for."""
         self.layers = {path for path, module in model.named_modules() if takes_padding(module)}
-        for path in places_of(model):
+        for path in told_parts(model):
             self.holders(model, path)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Tokens:
         """The masks that are about a place, (batch, token), those of the innermost model or layer first."""
         masks = self.collector.padding()
         for holder in self.holders(model, path):
-            for kind in (*kinds, stream(path.removeprefix(holder))):
+            for kind in (*kinds, stream_of(path.removeprefix(holder))):
                 if (holder, kind) in masks:
                     mask, lengths = masks[holder, kind], self.collector.lengths.get(holder)
                     yield mask if lengths is None or mask.shape[-1] == tokens else shortened(mask, tokens, lengths)
@@ -125,7 +125,7 @@ def takes_padding(module: nn.Module) -> bool:
     return isinstance(module, TORCH_LAYERS) or not set(PADDING).isdisjoint(argument_names(module))
 
 
-def places_of(model: nn.Module) -> Iterator[str]:
+def told_parts(model: nn.Module) -> Iterator[str]:
     """The parts of a model that say what they are told of padding: models of transformers, layers of torch.nn."""
     for path, module in model.named_modules():
         if (path and is_pretrained(module)) or takes_padding(module):

@@ -8,6 +8,7 @@ padding, whatever the whole model was told, unless both work on the same input.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -30,7 +31,11 @@ patches of images, where these come in sequences."""
 PATCHES = "patch_valid"
 """The same for models of timm that take sequences of patches, by itself or with them in a mapping."""
 
-Padding = dict[tuple[str, str], Tensor]
+DECODER = re.compile(r"(^|_)(decoders?|dec|tgt|target)(_|\d|$)")
+ENCODER = re.compile(r"(^|_)(encoders?|enc|src|source)(_|\d|$)")
+"""Names of parts that work on the second or on the first of two sequences."""
+
+Masks = dict[tuple[str, str], Tensor]
 """Masks of real tokens, (batch, token), by the path of the model that was told and by stream."""
 Unpadded = tuple[tuple[str, str], ...]
 """The streams of models that take a mask of them and were called without one."""
@@ -41,7 +46,7 @@ Samples = dict[str, int]
 class Call(NamedTuple):
     """What one call says."""
 
-    padding: Padding
+    padding: Masks
     unpadded: Unpadded
     samples: int | None
 
@@ -223,6 +228,14 @@ def holders_of(model: nn.Module, path: str) -> tuple[str, ...]:
     holding = list(around(model, path))
     own = [outer for outer, part in holding if is_pretrained(part)]
     return tuple(own[::-1]) or (next((outer for outer, part in holding if takes_masks(part)), ""),)
+
+
+def stream_of(path: str) -> str:
+    """Which sequence of a model the layers at this path work on; the mask of text says nothing about images."""
+    parts = path.split(".")
+    if any(part.startswith(("vision", "visual", "image", "visn")) for part in parts) or "r_layers" in parts:
+        return "vision"
+    return "decoder" if any(DECODER.search(part) for part in parts) else "main"
 
 
 def is_pretrained(module: nn.Module) -> bool:

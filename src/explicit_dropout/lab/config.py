@@ -13,7 +13,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from explicit_dropout.errors import InputError
@@ -38,13 +38,19 @@ class Settings:
     """A frozen dataclass that checks its own fields and can be written as JSON and read back."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = self._types()
         for entry in fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name)
             if not _fits(value, hints[entry.name]):
                 raise InputError(self._place(entry.name), _words(hints[entry.name]), repr(value))
             if isinstance(value, int) and _is_float(hints[entry.name]) and not isinstance(value, bool):
                 object.__setattr__(self, entry.name, float(value))
+
+    @classmethod
+    @cache
+    def _types(cls) -> dict[str, Any]:
+        """Of all fields. Looked up once: a sweep makes settings by the thousand."""
+        return get_type_hints(cls)
 
     @classmethod
     def _place(cls, name: str) -> str:
@@ -76,7 +82,7 @@ class Settings:
         """What `to_json` wrote. Unknown or ill-typed fields are errors; missing ones take their defaults."""
         if not isinstance(written, Mapping):
             raise InputError(cls.__name__.lower(), "a JSON object", type(written).__name__)
-        hints = get_type_hints(cls)
+        hints = cls._types()
         known = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]
         unknown = sorted(set(written) - known)
         if unknown:

@@ -79,7 +79,7 @@ class Experiment:
             if name not in self.rows:
                 raise InputError("questions", f"about the rows {', '.join(self.rows)}", repr(name))
 
-    @property
+    @cached_property
     def rows(self) -> tuple[str, ...]:
         """The rows in order of appearance."""
         return tuple(dict.fromkeys(map(self.row, self.runs)))

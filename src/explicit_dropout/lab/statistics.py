@@ -33,6 +33,8 @@ from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.store import SPREAD
 
 LEVEL = 0.95
+GRID = ("treatment.strength", "training.learning_rate")
+"""The settings that most rows are tried over, and that have columns of their own."""
 
 
 class Result(NamedTuple):
@@ -329,7 +331,7 @@ class Grid(NamedTuple):
 
 def grids(row: Row) -> list[Grid]:
     """λ × learning rate; where other settings vary too, a grid for each of their combinations."""
-    labels = differences([c.run for c in row.configurations], without=("treatment.strength", "training.learning_rate"))
+    labels = differences([c.run for c in row.configurations], without=GRID)
     panels: dict[str, list[Configuration]] = {}
     for configuration, label in zip(row.configurations, labels, strict=True):
         panels.setdefault(label, []).append(configuration)

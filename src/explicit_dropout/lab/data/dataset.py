@@ -157,8 +157,6 @@ class Dataset:
         probabilities = torch.softmax(logits.to(torch.float32), dim=-1)
         return probabilities if self.background is None else probabilities[..., self.scored_classes]
 
-    def metric_targets(self, split: Split) -> Tensor:
-        """What the metric compares with: class indices (n,) for accuracy, bool (n, scored classes) for precision."""
-        if self.metric == "accuracy":
-            return split.labels
-        return split.labels[:, self.scored_classes] > 0
+    def positive(self, targets: Tensor) -> Tensor:
+        """Multi-hot targets (n, classes) as what average precision is of: bool (n, scored classes)."""
+        return targets[:, self.scored_classes] > 0

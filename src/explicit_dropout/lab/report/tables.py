@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from explicit_dropout.lab.experiment import Experiment
-from explicit_dropout.lab.statistics import Analysis, Configuration, Estimate, Row, analyse, differences
+from explicit_dropout.lab.statistics import GRID, Analysis, Configuration, Estimate, Row, analyse, differences
 from explicit_dropout.lab.store import SPREAD
 
 MISSING = "–"
@@ -122,8 +122,6 @@ def others(row: Row) -> str:
         return ""
     return differences([c.run for c in row.configurations], without=GRID)[row.configurations.index(row.chosen)]
 
-
-GRID = ("treatment.strength", "training.learning_rate")
 
 DIAGNOSTICS = (
     # key, title, part and name in the summary, percent?

@@ -46,7 +46,7 @@ def scores(dataset: Dataset, logits: Tensor, targets: Tensor) -> dict[str, float
         "calibration_error": metrics.calibration_error(logits.nan_to_num(), targets),
     }
     if dataset.metric == "mean_average_precision":
-        positive = targets[:, dataset.scored_classes] > 0
+        positive = dataset.positive(targets)
         found["mean_average_precision"] = metrics.mean_average_precision(dataset.scores(logits).nan_to_num(), positive)
     return {name: finite(value) for name, value in found.items()}
 
