@@ -24,6 +24,7 @@ STUDIES = {
     "digits": ("Few handwritten digits", ("few_images", "few_images_again")),
     "digits-parts": ("Few handwritten digits: which part helps", ("few_images_why", "few_images_loss")),
     "digits-twins": ("Few handwritten digits: twins", ("few_images_twins", "few_images_twins_long")),
+    "digits-size": ("Few handwritten digits: how few", ("few_images_size",)),
 }
 """Pages of test scores: title, and the experiments that are on them."""
 CHOICES = ("recipe", "strength", "strength_gtzan")
