@@ -1,6 +1,6 @@
-"""Make the numbers of docs/cost.md from the files in results/benchmarks.
+"""Make the numbers of docs/cost.md from the files in results/benchmarks, and the summary of them in README.md.
 
-    python benchmarks/cost_page.py            # rewrite what stands between the page's markers, and its figures
+    python benchmarks/cost_page.py            # rewrite what stands between markers of these pages, and figures
     python benchmarks/cost_page.py --check    # say whether that would change anything
 
 Measurements stand in places marked `<!-- begin NAME -->` … `<!-- end NAME -->`, which are filled in here. A result that
@@ -26,6 +26,7 @@ from treatments import TREATMENTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "results" / "benchmarks", ROOT / "docs" / "cost.md"
+README = ROOT / "README.md"
 FIGURES = PAGE.parent / "figures"
 COMMANDS = {
     "step-time-h200": "python benchmarks/step_time.py --device cuda --output results/benchmarks/step-time-h200",
@@ -432,13 +433,11 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def filled(text: str, results: dict[str, Any]) -> str:
     """The page with what stands between its markers made anew."""
-    marked = re.findall(r"<!-- begin (\S+) -->", text)
-    if sorted(marked) != sorted(SECTIONS):
-        raise SystemExit(f"docs/cost.md has places for {sorted(marked)}, and there is {sorted(SECTIONS)} to fill in")
 
     def section(found: re.Match[str]) -> str:
         name = found[1]
-        return f"<!-- begin {name} -->\n\n{SECTIONS[name](results)}\n\n<!-- end {name} -->"
+        made = SECTIONS.get(name)  # others fill in other tables of the README
+        return f"<!-- begin {name} -->\n\n{made(results)}\n\n<!-- end {name} -->" if made else found[0]
 
     return re.sub(r"<!-- begin (\S+) -->.*?<!-- end \1 -->", section, text, flags=re.DOTALL)
 
@@ -446,7 +445,11 @@ def filled(text: str, results: dict[str, Any]) -> str:
 def pages() -> dict[Path, str]:
     """Every file that the page is made of, as it should be."""
     results = {name: load(name) for name in COMMANDS}
-    found = {PAGE: filled(PAGE.read_text(), results)}
+    text = PAGE.read_text()
+    marked = re.findall(r"<!-- begin (\S+) -->", text)
+    if sorted(marked) != sorted(SECTIONS):
+        raise SystemExit(f"docs/cost.md has places for {sorted(marked)}, and there is {sorted(SECTIONS)} to fill in")
+    found = {PAGE: filled(text, results), README: filled(README.read_text(), results)}
     for name, draw in {
         **dict.fromkeys(STEPS, step_time.figure),
         **dict.fromkeys(("growth-h200", "growth-cpu"), growth.figure),
