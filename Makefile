@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
+KERNELS := tests/test_kernels.py tests/test_activated.py tests/test_lab_attention.py tests/test_lab_augment.py
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test gpu lint bench docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,8 +26,11 @@ demo: $(VENV)/.installed  ## train a small ViT on real digits with and without d
 
 test: $(VENV)/.triton lint  ## lint, types and all tests; those of kernels once more, interpreted
 	$(RUN) -m pytest --numprocesses 2 --dist worksteal
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(RUN) -m pytest --numprocesses 2 --dist worksteal -k 'not compil' \
-		tests/test_kernels.py tests/test_activated.py tests/test_lab_attention.py tests/test_lab_augment.py
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(RUN) -m pytest --numprocesses 2 --dist worksteal -k 'not compil' $(KERNELS)
+
+gpu: $(VENV)/.families  ## what a GPU has to pass after any change in a kernel
+	$(RUN) -m pytest $(KERNELS) tests/test_lab_gpu.py tests/test_precision.py tests/test_benchmarks.py
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(RUN) -m pytest tests/test_kernels.py -k equal_plain_torch
 
 lint: $(VENV)/.families
 	$(RUN) -m ruff check .

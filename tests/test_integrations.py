@@ -520,13 +520,14 @@ def test_the_distributed_example_runs_in_two_processes(name):
     assert "2 processes hold" in run_example(sys.executable, *launch, str(path))
 
 
-def test_a_copy_of_the_callback_keeps_its_regulariser_out(tmp_path):
-    """Lightning may copy callbacks; a deep copy of a module with a regulariser trains without one."""
+def test_a_copy_of_a_model_trains_without_its_regulariser(tmp_path):
     model = classifier()
-    attached(model)
+    reg = attached(model)
     twin = copy.deepcopy(Module(model))
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
     trainer.fit(twin, DataLoader(examples(False), 4))
+    with pytest.raises(xd.CollectionError, match="no training forward pass"):
+        reg()

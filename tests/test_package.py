@@ -145,6 +145,12 @@ def test_the_equation_table_names_functions_that_exist():
         assert hasattr(getattr(xd, module), name), f"{module}.{name}"
 
 
+def test_contributors_are_told_of_every_file_of_the_package():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = {path.name for path in (ROOT / "src" / "explicit_dropout").glob("*.py") if not path.name.startswith("__")}
+    assert files == {name for name in files if f"{name}`" in text}
+
+
 def test_links_between_documents_lead_somewhere():
     pages = ROOT / "docs"
     for path in documents():

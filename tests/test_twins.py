@@ -1488,24 +1488,58 @@ def test_a_penalty_that_no_parameter_moves_is_an_error():
         twins()
 
 
-def test_another_thread_that_draws_is_not_the_model():
+class Meanwhile(nn.Module):
+    """Another thread draws while the model runs, in so many passes of every four."""
+
+    def __init__(self, passes):
+        super().__init__()
+        self.passes, self.calls = passes, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % PATIENCE < self.passes:
+            other = threading.Thread(target=random.random)
+            other.start()
+            other.join()
+        return x
+
+
+@pytest.fixture
+def another_thread():
     stop = threading.Event()
-
-    def draw():
-        while not stop.wait(0.001):
-            random.random()
-
-    thread = threading.Thread(target=draw)
+    thread = threading.Thread(target=stop.wait)
     thread.start()
-    try:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
-        twins = xd.convert_dropout(model, 1.0)
-        for _ in range(30):
-            model(X)
-            twins()
-    finally:
-        stop.set()
-        thread.join()
+    yield
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("another_thread")
+def test_another_thread_that_draws_is_not_the_model():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), Meanwhile(PATIENCE - 1))
+    twins = xd.convert_dropout(model, 1.0)
+    for _ in range(30):
+        model(X)
+        twins()
+
+
+@pytest.mark.usefixtures("another_thread")
+def test_what_draws_in_every_pass_is_taken_for_the_model():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), Meanwhile(PATIENCE))
+    twins = xd.convert_dropout(model, 1.0)
+    for _ in range(PATIENCE - 1):
+        model(X)
+        twins()
+    with pytest.raises(xd.UnsupportedSiteError, match="another thread of the program"):
+        model(X)
+
+
+@pytest.mark.parametrize("bad", [[True, False], torch.ones(3), torch.ones(1, 2, dtype=torch.bool)])
+def test_a_padding_function_has_to_return_a_mask_of_the_tokens(bad):
+    model = layers()
+    xd.convert_dropout(model, 1.0, padding=lambda *_: bad)
+    with pytest.raises(xd.CollectionError, match="the mask of your padding function"):
+        model(TOKENS)
 
 
 def test_training_with_it_lowers_the_penalty():

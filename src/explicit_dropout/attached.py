@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -16,6 +17,7 @@ from explicit_dropout.hooks.collector import Collector, Term
 from explicit_dropout.hooks.total import Total
 from explicit_dropout.refusals import check_state
 from explicit_dropout.selection import Silenced
+from explicit_dropout.strengths import Schedule
 
 Reduction = Literal["token", "sample"]
 
@@ -35,6 +37,7 @@ class Attached(ABC):
 
     model: nn.Module
     sites: Sequence[Named]
+    _schedules: Mapping[Any, Schedule]
 
     def __init__(self) -> None:
         self.calls = 0
@@ -51,9 +54,21 @@ class Attached(ABC):
             raise CollectionError("this regulariser is a copy, and copies are not attached; attach a new one")
         return self._collector.take()
 
-    @abstractmethod
     def strengths(self) -> dict[str, float]:
         """The λ of every site at the next call, by site name."""
+        return {site.name: self._schedule(site).at(self.calls) for site in self.sites}
+
+    def _schedule(self, site: Any) -> Schedule:
+        return self._schedules[site.name]
+
+    @contextmanager
+    def _attaching(self) -> Iterator[None]:
+        """Nothing is left on a model that could not be attached to."""
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
 
     @abstractmethod
     def summary(self) -> str:

@@ -120,6 +120,10 @@ def number(name: str, value: object, expected: str, *, low: float = -math.inf, b
     return float(value)
 
 
+def rate(value: object, name: str = "p") -> float:
+    return number(name, value, "a drop rate in [0, 1)", low=0, below=1)
+
+
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InputError(name, "True or False", repr(value))

@@ -41,7 +41,7 @@ from explicit_dropout.refusals import (
 from explicit_dropout.selection import Selection, select
 from explicit_dropout.sites import Attention, Site, projection_of
 from explicit_dropout.strengths import Strength
-from explicit_dropout.table import table
+from explicit_dropout.table import shape, table
 from explicit_dropout.weights import modules_under_fsdp
 
 __all__ = ["Loss", "LossLevelDropout"]
@@ -125,14 +125,11 @@ class LossLevelDropout(Attached):
         self._refuse_sharded()
         self._places = places_of(self.model, self.sites)
         self._known_smooth = self._known_apart = False  # what a first pass has shown: see where they are asked for
-        try:
+        with self._attaching():
             if self.sites:
                 self._attach(selection)
             if disable_dropout:
                 self.silenced.switch_off_at(self.sites)
-        except BaseException:
-            self.remove()
-            raise
 
     # ------------------------------------------------------------------------------------------ attaching
 
@@ -245,16 +242,12 @@ class LossLevelDropout(Attached):
             refuse_mixed(outputs, reached)
             self._known_apart = True
 
-    def strengths(self) -> dict[str, float]:
-        """The λ of every site at the next call, by site name."""
-        return {site.name: self._schedules[site.name].at(self.calls) for site in self.sites}
-
     def summary(self) -> str:
         """What is attached, as a table."""
         strengths = self.strengths()
         rows = [
-            [str(s.layer), s.component, s.path or "(model)", f"{s.shape[1]} → {s.shape[0]}",
-             str(self._laws[s.component]), f"{strengths[s.name]:g}"]
+            [str(s.layer), s.component, s.path or "(model)", shape(s), str(self._laws[s.component]),
+             f"{strengths[s.name]:g}"]
             for s in self.sites
         ]  # fmt: skip
         how = "all outputs" if self.draws is None else f"{self.draws} draw{'s' if self.draws > 1 else ''}"

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from explicit_dropout.checks import number
+from explicit_dropout.checks import number, rate
 from explicit_dropout.errors import InputError
 
 Law = Literal["paper", "bernoulli", "inverted", "gaussian", "moments"]
@@ -135,18 +135,18 @@ def paper(p: float) -> Noise:
 
     It counts the mask as independent of itself, so it keeps E[ε²] = p² where a mask has p; see `bernoulli`.
     """
-    return Noise(_rate(p), 0.0, "paper")
+    return Noise(rate(p), 0.0, "paper")
 
 
 def bernoulli(p: float) -> Noise:
     """The mask that the paper defines, m ∈ {0, 1} without rescaling, taken exactly: μ = p, v = p(1 − p)."""
-    p = _rate(p)
+    p = rate(p)
     return Noise(p, p * (1 - p), "bernoulli")
 
 
 def inverted(p: float) -> Noise:
     """`torch.nn.Dropout(p)`, masks m/(1 − p), taken exactly: μ = 0, v = p/(1 − p)."""
-    p = _rate(p)
+    p = rate(p)
     return Noise(0.0, p / (1 - p), "inverted")
 
 
@@ -154,7 +154,3 @@ def gaussian(std: float) -> Noise:
     """Multiplicative Gaussian dropout, x ⊙ N(1, std²): μ = 0, v = std²."""
     std = number("std", std, "a finite number ≥ 0", low=0)
     return Noise(0.0, std**2, "gaussian")
-
-
-def _rate(p: float) -> float:
-    return number("p", p, "a drop rate in [0, 1)", low=0, below=1)

@@ -259,9 +259,8 @@ def no_forward(model: nn.Module) -> CollectionError:
     return CollectionError(
         f"no training forward pass of {type(model).__name__} since the last call, in this thread. Run the model in "
         "train mode and with gradients, by calling it (not its forward method or a part of it), before calling the "
-        "regulariser. If "
-        "the model was compiled and called before the regulariser was attached, compile it again (after "
-        "torch.compiler.reset()): torch.compile ignores new hooks."
+        "regulariser. If the model was compiled and called before the regulariser was attached, compile it again "
+        "(after torch.compiler.reset()): torch.compile ignores new hooks."
     )
 
 

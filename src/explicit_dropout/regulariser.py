@@ -13,7 +13,7 @@ from explicit_dropout.attached import LayerLevel, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.hooks.collector import MOST_FORWARDS, Term
 from explicit_dropout.hooks.plan import Plan
-from explicit_dropout.hooks.taps import Padding, Tap
+from explicit_dropout.hooks.taps import Padding, Tap, check_padding
 from explicit_dropout.hooks.told import holders_of
 from explicit_dropout.hooks.total import Share
 from explicit_dropout.noise import Noise
@@ -31,7 +31,7 @@ from explicit_dropout.refusals import (
 from explicit_dropout.selection import select
 from explicit_dropout.sites import COMPONENTS, Layer, Site, projection_of
 from explicit_dropout.strengths import Strength
-from explicit_dropout.table import table
+from explicit_dropout.table import heads, shape, table
 from explicit_dropout.weights import column_norms, is_sharded, modules_under_fsdp, sharded_energy
 
 __all__ = ["MOST_FORWARDS", "ExplicitDropout"]
@@ -87,8 +87,7 @@ class ExplicitDropout(LayerLevel):
             raise InputError("reading", "'model' or 'paper'", repr(reading))
         if reduction not in (None, "token", "sample"):
             raise InputError("reduction", "'token' or 'sample'", repr(reduction))
-        if padding not in ("auto", None) and not callable(padding):
-            raise InputError("padding", "'auto', None or a function of (module path, x)", repr(padding))
+        check_padding(padding)
         checks.flag("disable_dropout", disable_dropout)
         checks.flag("require_all", require_all)
         super().__init__()
@@ -108,14 +107,11 @@ class ExplicitDropout(LayerLevel):
         self._by_name = {site.name: site for site in self.sites}
         refuse_sharded(model, self.sites, self._laws)
         refuse_chunks(model, self.sites)
-        try:
+        with self._attaching():
             if self.sites:
                 self._attach(selection.places, padding)
             if disable_dropout:
                 self.silenced.switch_off_at(self.sites)
-        except BaseException:
-            self.remove()
-            raise
 
     # ------------------------------------------------------------------------------------------ attaching
 
@@ -205,17 +201,13 @@ class ExplicitDropout(LayerLevel):
             )
         return weight
 
-    def strengths(self) -> dict[str, float]:
-        """The λ of every site at the next call, by site name."""
-        return {site.name: self._schedules[site.name].at(self.calls) for site in self.sites}
-
     def summary(self) -> str:
         """What is attached, as a table."""
+        strengths = self.strengths()
         rows = [
-            [str(s.layer), s.component, s.path or "(model)", f"{s.shape[1]} → {s.shape[0]}",
-             _heads(s), f"{self._schedules[s.name].at(self.calls):g}"]
+            [str(s.layer), s.component, s.path or "(model)", shape(s), heads(s), f"{strengths[s.name]:g}"]
             for s in self.sites
-        ]  # fmt: skip
+        ]
         lines = [
             f"ExplicitDropout on {type(self.model).__name__}: {len(self.sites)} sites, {self._law_names()}, "
             f"reduction={self.reduction!r}, reading={self.reading!r}",
@@ -229,9 +221,3 @@ class ExplicitDropout(LayerLevel):
         if isinstance(self.noise, Noise):
             return str(self.noise)
         return ", ".join(f"{component}: {law}" for component, law in self._laws.items())
-
-
-def _heads(site: Site) -> str:
-    if site.heads is None:
-        return "–"
-    return str(site.heads) if site.key_heads == site.heads else f"{site.heads}/{site.key_heads}"

@@ -99,16 +99,12 @@ def replaying(numbers: Sequence[Tensor]) -> Iterator[None]:
 
 def rates_over_depth(rate: float, layers: int, course: Course = "constant") -> list[float]:
     """The rate of each layer: the same for all, falling from it to 0 (DropKey), or rising from 0 to it (DropPath)."""
-    rate, layers = _rate(rate, "rate"), checks.count("layers", layers)
+    rate, layers = checks.rate(rate, "rate"), checks.count("layers", layers)
     checks.choice("course", course, Course)
     if course == "constant" or layers == 1:
         return [rate] * layers
     rising = [rate * layer / (layers - 1) for layer in range(layers)]
     return rising if course == "rising" else rising[::-1]
-
-
-def _rate(p: float, name: str = "p") -> float:
-    return checks.number(name, p, "a drop rate in [0, 1)", low=0, below=1)
 
 
 # ---------------------------------------------------------------------------------------------- inside attention
@@ -129,7 +125,7 @@ class AttentionTreatment(nn.Module, ABC):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.p = _rate(p)
+        self.p = checks.rate(p)
 
     @property
     def active(self) -> bool:
@@ -253,7 +249,7 @@ class Dropout(nn.Dropout):
     """
 
     def __init__(self, p: float = 0.5) -> None:
-        super().__init__(_rate(p))
+        super().__init__(checks.rate(p))
 
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.training)
@@ -275,7 +271,7 @@ class DropPath(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.p = _rate(p)
+        self.p = checks.rate(p)
 
     def forward(self, branch: Tensor) -> Tensor:
         if not self.training or self.p == 0:

@@ -16,7 +16,7 @@ from explicit_dropout.hooks.dice import Interception, Others
 from explicit_dropout.hooks.draws import Kind
 from explicit_dropout.hooks.parts import DropPathHook, GuardHook, LayerMaskHook, PlaceAfter, PlaceBefore
 from explicit_dropout.hooks.plan import Plan
-from explicit_dropout.hooks.taps import Padding
+from explicit_dropout.hooks.taps import Padding, check_padding
 from explicit_dropout.hooks.tokens import takes_padding, told_parts
 from explicit_dropout.hooks.told import is_pretrained
 from explicit_dropout.hooks.total import Share
@@ -52,21 +52,19 @@ class DropoutTwins(LayerLevel):
     ) -> None:
         refuse_unknown(unknown, type(self))
         super().__init__()
-        if padding not in ("auto", None) and not callable(padding):
-            raise InputError("padding", "'auto', None or a function of (module path, x)", repr(padding))
+        check_padding(padding)
         if width is not None and not callable(width):
             raise InputError("width", "None or a function of (module path, x)", repr(width))
         checks.choice("others", others, Others)
         given = zip(KINDS, (linear, attention_weights, drop_head, hidden, drop_path), strict=True)
-        self._schedules = {kind: _schedule(kind, strength if own is None else own) for kind, own in given}
+        self._schedules: dict[Kind, Schedule] = {
+            kind: _of_kind(kind, strength if own is None else own) for kind, own in given
+        }
         self.model = model = uncompiled(model)
         refuse_second(model)
         _refuse_chunks(model)
-        try:
+        with self._attaching():
             self._leave = self._attach(padding, width, others)
-        except BaseException:
-            self.remove()
-            raise
 
     def _attach(self, padding: Padding, width: Width, others: Others) -> LeaveHook:
         model, collector = self.model, self._collector
@@ -137,9 +135,8 @@ class DropoutTwins(LayerLevel):
     def _kind(self, term: Term) -> Kind:
         return self._leave.found[term.site].component
 
-    def strengths(self) -> dict[str, float]:
-        """The λ of every site that was found, at the next call, by site name."""
-        return {site.name: self._schedules[site.component].at(self.calls) for site in self.sites}
+    def _schedule(self, site: Twin) -> Schedule:
+        return self._schedules[site.component]
 
     def summary(self) -> str:
         """Where the model draws dropout, and what stands for it, as a table: after a forward pass in train mode."""
@@ -217,7 +214,7 @@ def drop_path_rate(module: nn.Module) -> tuple[str, float] | None:
     return None
 
 
-def _schedule(kind: str, strength: float | Schedule) -> Schedule:
+def _of_kind(kind: str, strength: float | Schedule) -> Schedule:
     if isinstance(strength, Mapping | list | tuple):
         raise InputError(kind, "one strength: a finite number ≥ 0 or a schedule", repr(strength))
     return by_layer(kind, strength, 1)[0]

@@ -15,7 +15,7 @@ from explicit_dropout.sites import Attention, Described, rule_for
 
 __all__ = ["describe", "describe_all", "generic", "huggingface", "lucidrains", "timm", "torch_nn", "trial", "windows"]
 
-LIBRARIES = {
+FOREIGN = {
     "diffusers", "open_clip", "timm", "torchaudio", "torchvision", "transformers", "vit_pytorch", "x_transformers",
 }  # fmt: skip
 
@@ -35,7 +35,7 @@ def describe(module: nn.Module) -> Described | list[Described] | None:
     """What a module is that no rule claims, by the names inside it."""
     if generic.author(module).__module__.startswith("transformers"):
         return huggingface.describe(module)
-    if any(base.__module__.partition(".")[0] in LIBRARIES for base in type(module).__mro__):
+    if any(base.__module__.partition(".")[0] in FOREIGN for base in type(module).__mro__):
         return generic.describe(module, **generic.unread(module))
     described = generic.describe(module)
     items = described if isinstance(described, list) else [] if described is None else [described]

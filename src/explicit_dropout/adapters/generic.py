@@ -60,7 +60,7 @@ SEQUENCE = re.compile(r"n?d*ld*ad*ld*")
 PROJECTIONS = {name for names in (*SEPARATE, FUSED, OUTPUT) for name in names}
 
 
-LIBRARIES = ("torch.nn.", "torchvision.", "timm.", "transformers.")
+READ = ("torch.nn.", "torchvision.", "timm.", "transformers.")
 """Whose code is known: linear layers do what nn.Linear does, also where they write it anew; networks change nothing in
 place."""
 
@@ -78,8 +78,8 @@ def author(module: nn.Module) -> type:
 
 
 def is_read(kind: type) -> bool:
-    """Whether a class is of `LIBRARIES`."""
-    return f"{kind.__module__}.".startswith(LIBRARIES)
+    """Whether a class is of `READ`."""
+    return f"{kind.__module__}.".startswith(READ)
 
 
 def unread(module: nn.Module) -> dict[str, Any]:

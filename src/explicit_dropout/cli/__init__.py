@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from explicit_dropout import __version__
 from explicit_dropout.errors import ExplicitDropoutError
 
-AGREES, DISAGREES, BAD_INPUT, STOPPED = 0, 1, 2, 130
+FINE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 """Exit statuses: fine, a check failed, the command could not be carried out, Ctrl-C (as shells have it)."""
 
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given == ["--version"]:
         print(f"explicit-dropout {__version__}")
-        return AGREES
+        return FINE
     try:
         return words.read(commands, given, _DESCRIPTION)()
     except ExplicitDropoutError as error:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except BrokenPipeError:  # whoever reads the help has read enough
         silence(sys.stdout)
-        return 0
+        return FINE
     except KeyboardInterrupt:
         console(stderr=True).print("Stopped. What is finished is kept; the same command goes on from here.")
         return STOPPED

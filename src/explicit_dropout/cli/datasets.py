@@ -11,13 +11,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from explicit_dropout.cli import FAILED, FINE
 from explicit_dropout.cli.output import complain, console, print_plainly
 from explicit_dropout.errors import DataError, InputError, MissingDataError
 from explicit_dropout.lab import config
 from explicit_dropout.lab.data import SOURCES, Dataset, Source, data_root, load, missing, source
 from explicit_dropout.lab.data.material import relative
-
-FINE, FAILED = 0, 1
 
 
 def data(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.markup import escape
 
+from explicit_dropout.cli import FAILED, FINE
 from explicit_dropout.cli.output import console, plural
 from explicit_dropout.cli.reporting import show
 from explicit_dropout.cli.sweep_display import Display
@@ -55,10 +56,10 @@ def carry_out(planned: Experiment, output: Path, engine: EngineName, device: str
         )
     if result.failed:
         complain_of(result, out_of=len(plan.todo))
-        return 1
+        return FAILED
     made = build(store, [(planned, None)])
     written = write_report(made, output / "report")
     show(made)
     others = ", ".join(path.name for path in written[1:])
     out.print(f"Report: [bold]{escape(str(written[0]))}[/] (and {others})", soft_wrap=True)
-    return 0
+    return FINE

@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.tree import Tree
 from torch import nn
 
-from explicit_dropout.cli.models import load
-from explicit_dropout.cli.output import common_prefix, console, fitted, plural, print_plainly, shape, shortened
-from explicit_dropout.errors import UnmatchedModelError
+from explicit_dropout.cli import FINE
+from explicit_dropout.cli.models import load, unmatched
+from explicit_dropout.cli.output import common_prefix, console, fitted, plural, print_plainly, shortened
 from explicit_dropout.noise import inverted, paper
 from explicit_dropout.perturbation import refusal
 from explicit_dropout.sites import Site, find_sites
+from explicit_dropout.table import heads, shape
 
 
 def inspect(
@@ -45,14 +46,11 @@ def inspect(
     example = load(model, set)
     sites = find_sites(example.model)
     if not sites:
-        raise UnmatchedModelError(
-            f"no attention or feed-forward site was found in {type(example.model).__name__}. Describe its modules by "
-            "@xd.register_rule in the file that builds it (docs: Add a model family)."
-        )
+        raise unmatched(example.model)
     laws = {site.name: exact_under(site) for site in sites}
     if json:
         print_plainly(as_json(model, example.model, sites, laws))
-        return 0
+        return FINE
     out = console()
     parameters = sum(p.numel() for p in example.model.parameters())
     layers = len({site.layer for site in sites})
@@ -70,7 +68,7 @@ def inspect(
         out.print(fitted(table, out.width, name="module", expendable=("heads", "exact", "in → out", "layer")))
     for reason in dict.fromkeys(reason for mark, reason in laws.values() if mark != "any"):
         out.print(f"[dim]{escape(reason)}[/]")
-    return 0
+    return FINE
 
 
 def exact_under(site: Site) -> tuple[str, str]:
@@ -149,9 +147,3 @@ def as_json(spec: str, model: nn.Module, sites: list[Site], laws: dict[str, tupl
     parameters = sum(p.numel() for p in model.parameters())
     found = {"model": spec, "class": type(model).__name__, "parameters": parameters, "sites": rows}
     return json.dumps(found, indent=2)
-
-
-def heads(site: Site) -> str:
-    if site.heads is None:
-        return "–"
-    return str(site.heads) if site.heads == site.key_heads else f"{site.heads}/{site.key_heads}"

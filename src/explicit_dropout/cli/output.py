@@ -104,11 +104,6 @@ def _longest(column: Column) -> int:
     return max(Text.from_markup(str(cell)).cell_len for cell in (column.header, *column.cells))
 
 
-def shape(site: Site) -> str:
-    out, width = site.shape
-    return f"{width} → {out}" if out else "–"
-
-
 def shortened(path: str, prefix: str) -> str:
     return path.removeprefix(prefix) or "(model)"
 

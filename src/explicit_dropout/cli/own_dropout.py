@@ -9,6 +9,7 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
+from explicit_dropout.cli import FINE
 from explicit_dropout.cli.models import load
 from explicit_dropout.cli.output import console, fitted, plural, print_plainly
 from explicit_dropout.twins import convert_dropout
@@ -43,12 +44,12 @@ def twins(
     if json:
         rows = [{"name": s.name, "module": s.path, "twin": s.component, "p": s.rate} for s in sites]
         print_plainly(written.dumps({"model": model, "class": name, "dropout": rows}, indent=2))
-        return 0
+        return FINE
     out = console()
     out.print(f"[bold]{name}[/]: dropout at {plural(len(sites), 'place')}")
     if not sites:
         out.print("[dim]Its rates are 0; --set one to see more, such as attention_dropout=0.1.[/]")
-        return 0
+        return FINE
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("module", overflow="fold", ratio=1)
     table.add_column("twin", no_wrap=True)
@@ -56,4 +57,4 @@ def twins(
     for site in sites:
         table.add_row(escape(site.path or "(model)"), site.component, f"{site.rate:g}")
     out.print(fitted(table, out.width, name="module", expendable=()))
-    return 0
+    return FINE

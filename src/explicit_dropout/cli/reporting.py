@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 from rich.markup import escape
 
+from explicit_dropout.cli import FINE
 from explicit_dropout.cli.output import console, fitted, plural
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.experiment import Experiment, load_experiments
@@ -61,7 +62,7 @@ def report(
     written = write_report(made, output)
     show(made)
     console().print(f"Written to {escape(str(output))}: {', '.join(path.name for path in written)}")
-    return 0
+    return FINE
 
 
 def show(made: Report) -> None:
@@ -95,4 +96,4 @@ def _serve(place: Store, listed: list[tuple[Experiment, str | None]], port: int)
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             out.print("Stopped.")
-    return 0
+    return FINE

@@ -14,7 +14,7 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from explicit_dropout.cli import AGREES, DISAGREES, STOPPED
+from explicit_dropout.cli import FAILED, FINE, STOPPED
 from explicit_dropout.cli.output import console, fitted, plural
 from explicit_dropout.cli.sweep_display import Display, label, span
 from explicit_dropout.errors import ExplicitDropoutError, InputError
@@ -93,12 +93,12 @@ def sweep(
     if pack:
         packed = place.pack(experiment.stem, chosen)
         console().print(f"{plural(packed, 'run')} packed into {escape(experiment.stem)}.zip.")
-        return AGREES
+        return FINE
     plan = sweeps.plan(chosen, place)
     if dry_run:
         sweeps.check_data(experiments, place, execution)
         _show(plan, place, execution)
-        return AGREES
+        return FINE
     out = console()
     out.print(_opening(plan))
     display = Display(plan, place, out)
@@ -114,10 +114,10 @@ def sweep(
         return STOPPED
     if result.failed:
         complain_of(result, out_of=len(plan.todo))
-        return DISAGREES
+        return FAILED
     elsewhere = f", {result.elsewhere} of them by other processes" if result.elsewhere else ""
     out.print(f"All {plural(len(plan.runs), 'run')} finished{elsewhere}. Results are in {escape(str(store))}.")
-    return AGREES
+    return FINE
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from explicit_dropout.cli import FINE
 from explicit_dropout.cli.output import console
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.config import Execution, Run
@@ -72,7 +73,7 @@ def train(
     summary = train_run(run, folder, execution, None if quiet else Display(out))
     if not quiet:
         show(summary, out)
-    return 0
+    return FINE
 
 
 def read_config(path: Path) -> Run:

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 
-from explicit_dropout.cli import AGREES, DISAGREES
-from explicit_dropout.cli.models import load
+from explicit_dropout.cli import FAILED, FINE
+from explicit_dropout.cli.models import load, unmatched
 from explicit_dropout.cli.output import common_prefix, console, fitted, plural, shortened
-from explicit_dropout.errors import ExplicitDropoutError, InputError, UnmatchedModelError
+from explicit_dropout.errors import ExplicitDropoutError, InputError
 from explicit_dropout.noise import Noise, bernoulli, gaussian, inverted, paper
 from explicit_dropout.perturbation import Record, closed_forms, measure, record, sites_by_layer, steady
 from explicit_dropout.sampling import Estimate
@@ -106,10 +106,7 @@ def verify(
     inputs, keywords = example.call()
     places = sites_by_layer(example.model)
     if not places:
-        raise UnmatchedModelError(
-            f"no attention or feed-forward site was found in {type(example.model).__name__}. Describe its modules by "
-            "@xd.register_rule in the file that builds it (docs: Add a model family)."
-        )
+        raise unmatched(example.model)
     sites = _chosen([site for _, found in places for site in found], components, layers)
     out = console()
     out.print(f"[bold]{type(example.model).__name__}[/], {_described(law, rate)}: {plural(len(sites), 'site')}")
@@ -207,20 +204,20 @@ def _verdict(results: list[Result], misread: list[Failure], law: Noise, samples:
     left = f"; {plural(refused, 'site')} not exact under this law" if refused else ""
     if not results:
         out.print(f"[bold red]Nothing to check[/]{left}. Try --noise paper.")
-        return DISAGREES
+        return FAILED
     wrong = [result for result in results if not result.agrees]
     if wrong:
         out.print(
             f"[bold red]{len(wrong)} of {plural(len(results), 'site')} disagree[/] with the model itself, first "
             f"{escape(wrong[0].site.name)}{left}. Is its rule right? explicit_dropout.testing.check_rule tells."
         )
-        return DISAGREES
+        return FAILED
     if misread:
         places = {failure.site.partition(":")[0] for failure in misread}
         out.print(
             f"[bold red]{plural(len(places), 'module')} described wrongly[/]: penalties there mean something else."
         )
-        return DISAGREES
+        return FAILED
     deviations = [abs(d) for result in results if (d := result.deviation) is not None]
     how = (
         f"with {samples} masks each, the farthest {max(deviations):.1f} standard errors away"
@@ -229,4 +226,4 @@ def _verdict(results: list[Result], misread: list[Failure], law: Noise, samples:
     )
     noun = "site agrees" if len(results) == 1 else "sites agree"
     out.print(f"[bold green]All {len(results)} {noun}[/] {how}{left}.")
-    return AGREES
+    return FINE

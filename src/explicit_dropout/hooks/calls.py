@@ -66,6 +66,11 @@ def with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return args, {**kwargs, next(iter(kwargs)): x}
 
 
+def without_function(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The state of a copy. It is inert, and does without a function of the user's, which may not be one to be saved."""
+    return {**state, name: None} if callable(state[name]) else {**state}
+
+
 def in_backward() -> bool:
     """Whether a backward pass is under way in this thread: what runs now is run again, by checkpointing."""
     return torch._C._current_graph_task_id() != -1

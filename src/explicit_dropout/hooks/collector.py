@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
 from explicit_dropout.hooks.calls import calls_itself, in_backward
-from explicit_dropout.hooks.told import Call, Lengths, Masks, Samples, Told, Unpadded, is_pretrained
+from explicit_dropout.hooks.told import Lengths, Masks, Said, Samples, Told, Unpadded, is_pretrained
 from explicit_dropout.weights import modules_under_fsdp
 
 MOST_FORWARDS = 64
@@ -127,7 +127,7 @@ class Slot:
         self.made: Tensor | None = None
         self.activated: Any = None
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Said) -> None:
         self.open, self.pending, self.observed, self.passed = True, EMPTY, {}, []
         self.left = self.made = self.activated = None
         self.padding, self.unpadded = call.padding, call.unpadded
@@ -206,7 +206,7 @@ class Collector:
         if not torch.compiler.is_compiling():  # for layers that are compiled one by one
             self.compiled.padding, self.compiled.unpadded = slot.padding, slot.unpadded
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Said) -> None:
         """A training forward pass of the whole model starts."""
         own = self.own()
         if torch.compiler.is_compiling():

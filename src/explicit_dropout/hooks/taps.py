@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
-from explicit_dropout.hooks.calls import argument_names, in_backward, named_call, only_input
+from explicit_dropout.hooks.calls import argument_names, in_backward, named_call, only_input, without_function
 from explicit_dropout.hooks.collector import Chain, Collector, Observed, Term
 from explicit_dropout.hooks.products import lowered_input
-from explicit_dropout.hooks.told import ENCODER, PADDING_ARGUMENTS, shortened, stream_of
+from explicit_dropout.hooks.told import ENCODER, PADDING_ARGUMENTS, marks, shortened, shown, stream_of
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Site, projection_of, samples_first
 from explicit_dropout.weights import column_norms
@@ -29,6 +29,12 @@ from explicit_dropout.weights import column_norms
 _Result = TypeVar("_Result")
 Padding = Literal["auto"] | None | Callable[[str, Tensor], Tensor | None]
 """How padding is known: from the model's arguments, not at all, or by a function of module path and tokens."""
+
+
+def check_padding(padding: object) -> None:
+    if padding not in ("auto", None) and not callable(padding):
+        raise InputError("padding", "'auto', None or a function of (module path, x)", repr(padding))
+
 
 RECOMPUTED = (
     " (Activation checkpointing has run this layer again, after the same model was called with another batch: masks of "
@@ -65,9 +71,7 @@ class Tap:
         self.names = () if module is None else argument_names(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies are inert, so they do without a function of the user's, which may not be one that can be saved."""
-        source = self.padding_source
-        return {**self.__dict__, "padding_source": None if callable(source) else source}
+        return without_function(self.__dict__, "padding_source")
 
     def watching(self, module: nn.Module) -> bool:
         """Whether a firing of this module is part of training.
@@ -169,12 +173,11 @@ class Tap:
     def _checked(self, mask: Tensor | None, x: Tensor, what: str) -> Tensor | None:
         if mask is None:
             return None
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != x.shape[:-1]:
-            given = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        if not marks(mask, x.shape[:-1]):
             raise CollectionError(
-                f"{what}, {given}, does not say which of the tokens {tuple(x.shape[:-1])} of {self.path} are real. "
-                "Attach with padding=None to count all tokens, or with padding=function(module path, x) → boolean mask."
-                + (RECOMPUTED if in_backward() else "")
+                f"{what}, {shown(mask)}, does not say which of the tokens {tuple(x.shape[:-1])} of {self.path} are "
+                "real. Attach with padding=None to count all tokens, or with padding=function(module path, x) → "
+                "boolean mask." + (RECOMPUTED if in_backward() else "")
             )
         return mask
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError, UnsupportedSiteError
-from explicit_dropout.hooks.calls import argument_names
+from explicit_dropout.hooks.calls import argument_names, without_function
 from explicit_dropout.hooks.collector import Collector
 from explicit_dropout.hooks.taps import Padding
-from explicit_dropout.hooks.told import first_tensor, holders_of, is_pretrained, shortened, stream_of
+from explicit_dropout.hooks.told import first_tensor, holders_of, is_pretrained, marks, shortened, shown, stream_of
 
 TORCH_LAYERS = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
 PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
@@ -32,9 +32,7 @@ class Tokens:
             self.holders(model, path)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies are inert, so they do without a function of the user's, which may not be one that can be saved."""
-        source = self.padding_source
-        return {**self.__dict__, "padding_source": None if callable(source) else source}
+        return without_function(self.__dict__, "padding_source")
 
     def look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See whether tokens may come first in what the model was given."""
@@ -82,12 +80,16 @@ class Tokens:
             return None
         if callable(source):
             mask = source(path, x)
-            if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
+            if mask is not None and not marks(mask, shape):
                 raise CollectionError(
-                    f"the mask of your padding function, {mask.dtype} {tuple(mask.shape)}, does not say which of the "
-                    f"tokens {tuple(shape)} of {path} are real."
+                    f"the mask of your padding function, {shown(mask)}, does not say which of the tokens "
+                    f"{tuple(shape)} of {path} are real."
                 )
             return mask
+        return self._as_told(model, path, shape, kinds)
+
+    def _as_told(self, model: nn.Module, path: str, shape: torch.Size, kinds: tuple[str, str]) -> Tensor | None:
+        """The mask of these tokens among those that the model and its parts were given."""
         told = list(self._told(model, path, shape[-1], kinds))
         if not told and self.holders(model, path) == ("",):  # what lies beside the one model that is told of padding
             others = {id(mask): mask for mask in self.collector.padding().values()}

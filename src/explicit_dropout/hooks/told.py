@@ -43,7 +43,7 @@ Samples = dict[str, int]
 """How many samples models were given, where that is known, by their paths."""
 
 
-class Call(NamedTuple):
+class Said(NamedTuple):
     """What one call says."""
 
     padding: Masks
@@ -66,7 +66,7 @@ class Told:
         self.inputs = () if own is None else ("input_ids", "inputs_embeds", own)
         """Arguments that have a sample in each row. Others may not: positions can be those of any sample."""
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool) -> Call:
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool) -> Said:
         call = named_call(self.names, args, kwargs)
         found = self._masks(call)
         taken = [(stream, name) for stream, name in PADDING_ARGUMENTS.items() if name in self.names]
@@ -79,7 +79,7 @@ class Told:
                 found[stream] = found["main"]
             elif "main" in missing:
                 missing.append(stream)
-        return Call(
+        return Said(
             {(self.owner, stream): mask for stream, mask in found.items()},
             tuple([(self.owner, stream) for stream in missing if stream not in found]),
             self._samples(call, batch_first),
@@ -236,6 +236,16 @@ def stream_of(path: str) -> str:
     if any(part.startswith(("vision", "visual", "image", "visn")) for part in parts) or "r_layers" in parts:
         return "vision"
     return "decoder" if any(DECODER.search(part) for part in parts) else "main"
+
+
+def marks(mask: object, shape: torch.Size) -> bool:
+    """Whether a mask says of tokens of this shape which are real."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape
+
+
+def shown(mask: object) -> str:
+    """A mask, or what came in the place of one, in a few words."""
+    return f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
 
 
 def is_pretrained(module: nn.Module) -> bool:

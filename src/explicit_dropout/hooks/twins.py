@@ -20,7 +20,7 @@ from explicit_dropout.hooks.generators import Watch
 from explicit_dropout.hooks.taps import Padding
 from explicit_dropout.hooks.tokens import Tokens
 from explicit_dropout.hooks.widths import Width, Widths
-from explicit_dropout.noise import bernoulli, inverted
+from explicit_dropout.noise import Noise, bernoulli, inverted
 
 
 @dataclass(frozen=True)
@@ -140,29 +140,9 @@ class LeaveHook(TwinHook):
             return self._weighed(model, draw)
         noise = inverted(draw.rate) if draw.rescaled else bernoulli(draw.rate)
         if kind == "attention_weights" or (kind == "drop_head" and sole_use(draw) == "attention_weights"):
-            use = draw.uses[0]
-            if use.x is None or use.other is None or use.changed:
-                raise _changed(draw)
-            weights, values = (self.tokens.by_sample(model, draw.path, t) for t in (use.x, use.other))
-            if weights.ndim == 2:
-                weights, values = weights[None, None], values.mT[None, None]  # kept as a weight is
-            mask = self.tokens.rows(model, draw.path, weights)
-            if kind == "drop_head":
-                heads = weights @ values
-                by_head = None if mask is None else mask.unsqueeze(-2).expand(heads.shape[:-1])
-                penalty = deviations.hidden(heads, noise, by_head)
-            else:
-                penalty = deviations.attention_weights(weights, values, noise, mask)
-            return penalty, _number(weights.shape[:-3], weights.shape[-2], mask)
+            return self._at_product(model, kind, draw, noise)
         if draw.weights:
-            if not draw.untouched:
-                raise _changed(draw)
-            more = any(use.kind for use in draw.uses)
-            reason = "A is used elsewhere as well: detach it there" if more else "it was not recognised: write it so"
-            raise UnsupportedSiteError(
-                f"{draw.path}: attention weights A are dropped from, and their twin is about one product A @ V, or "
-                f"torch.einsum of the two. Here {reason}, or build the model with rate 0 there."
-            )
+            raise _unknown_product(draw) if draw.untouched else _changed(draw)
         x = draw.clean()
         x = x if x.ndim > 1 else x[None]
         axis = self.widths.axis(draw, x)
@@ -176,6 +156,23 @@ class LeaveHook(TwinHook):
         else:
             penalty = deviations.hidden(x, noise, mask)
         return penalty, _number(x.shape[:-2], x.shape[-2], mask)
+
+    def _at_product(self, model: nn.Module, kind: Kind, draw: Draw, noise: Noise) -> tuple[Tensor, int | Tensor]:
+        """Of attention weights, or of whole heads, where they are multiplied with values."""
+        use = draw.uses[0]
+        if use.x is None or use.other is None or use.changed:
+            raise _changed(draw)
+        weights, values = (self.tokens.by_sample(model, draw.path, t) for t in (use.x, use.other))
+        if weights.ndim == 2:
+            weights, values = weights[None, None], values.mT[None, None]  # kept as a weight is
+        mask = self.tokens.rows(model, draw.path, weights)
+        if kind == "drop_head":
+            heads = weights @ values
+            by_head = None if mask is None else mask.unsqueeze(-2).expand(heads.shape[:-1])
+            penalty = deviations.hidden(heads, noise, by_head)
+        else:
+            penalty = deviations.attention_weights(weights, values, noise, mask)
+        return penalty, _number(weights.shape[:-3], weights.shape[-2], mask)
 
     def _weighed(self, model: nn.Module, draw: Weighed) -> tuple[Tensor, int | Tensor]:
         if draw.changed:
@@ -195,6 +192,15 @@ def _changed(draw: Draw | Weighed) -> UnsupportedSiteError:
     return UnsupportedSiteError(
         f"{draw.path or 'the model'}: the model changes what its dropped tensor, or its attention, works with in "
         "place, so that it is lost. Let it write a new tensor instead."
+    )
+
+
+def _unknown_product(draw: Draw) -> UnsupportedSiteError:
+    more = any(use.kind for use in draw.uses)
+    reason = "A is used elsewhere as well: detach it there" if more else "it was not recognised: write it so"
+    return UnsupportedSiteError(
+        f"{draw.path}: attention weights A are dropped from, and their twin is about one product A @ V, or "
+        f"torch.einsum of the two. Here {reason}, or build the model with rate 0 there."
     )
 
 

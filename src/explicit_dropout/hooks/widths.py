@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import InputError, UnsupportedSiteError
+from explicit_dropout.hooks.calls import without_function
 from explicit_dropout.hooks.draws import Draw, kind_of
 
 Width = Callable[[str, Tensor], int] | None
@@ -25,6 +26,10 @@ CHANNELS_SECOND = re.compile(
 WIDTH_LAST = re.compile(r"(Addmm|Mm|Bmm|LayerNorm|Embedding|Linear|RmsNorm)Backward", re.IGNORECASE)
 
 
+MOST_STEPS = 24
+"""Operations between a tensor and the layer that made it."""
+
+
 class Widths:
     """What is known of widths in a model, and what the user says of them."""
 
@@ -33,8 +38,7 @@ class Widths:
         self.channels, self.widths = widths_of(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies are inert, so they do without a function of the user's, which may not be one that can be saved."""
-        return {**self.__dict__, "given": None}
+        return without_function(self.__dict__, "given")
 
     def axis(self, draw: Draw, x: Tensor) -> int:
         """Which axis of a tensor is its width: the last, or the second where convolutions work on it."""
@@ -80,9 +84,9 @@ def widths_of(model: nn.Module) -> tuple[set[int], set[int]]:
     return channels, widths
 
 
-def axis_by_history(x: Tensor, most: int = 24) -> int | None:
+def axis_by_history(x: Tensor) -> int | None:
     """Which axis of a tensor is its width, by the layer that made it; None if none of a known kind did."""
-    return _axis(x.grad_fn, x.ndim, most)
+    return _axis(x.grad_fn, x.ndim, MOST_STEPS)
 
 
 def _axis(node: Any, ndim: int, most: int) -> int | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from explicit_dropout.attached import LayerLevel
+from explicit_dropout.errors import InputError
+
+__all__ = ["Journal", "by_component", "check_inside", "checked"]
 
 
 class Journal:
@@ -56,4 +59,18 @@ def by_component(regulariser: LayerLevel, strengths: Mapping[str, float]) -> dic
     return found
 
 
-__all__ = ["Journal", "by_component"]
+def checked(regulariser: object) -> LayerLevel:
+    """A regulariser that a training loop can call by itself, after each forward pass."""
+    if not isinstance(regulariser, LayerLevel):
+        raise InputError(
+            "regulariser",
+            "an ExplicitDropout, or what convert_dropout returned, of the model",
+            type(regulariser).__name__,
+        )
+    return regulariser
+
+
+def check_inside(model: nn.Module, regulariser: LayerLevel, expected: str) -> None:
+    """A regulariser on another model would never see a forward pass of this one."""
+    if not any(module is regulariser.model for module in model.modules()):
+        raise InputError("regulariser", expected, f"one attached to another {type(regulariser.model).__name__}")

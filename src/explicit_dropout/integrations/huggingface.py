@@ -21,7 +21,7 @@ from transformers import Trainer
 
 from explicit_dropout.attached import LayerLevel
 from explicit_dropout.errors import InputError
-from explicit_dropout.integrations import Journal
+from explicit_dropout.integrations import Journal, check_inside, checked
 
 STATE_FILE = "explicit_dropout.json"
 """Where a checkpoint keeps the state of the regulariser, beside those of the optimiser and the scheduler."""
@@ -39,12 +39,7 @@ class ExplicitDropoutMixin:
     """
 
     def __init__(self, *args: Any, regulariser: LayerLevel, **kwargs: Any) -> None:
-        if not isinstance(regulariser, LayerLevel):
-            raise InputError(
-                "regulariser",
-                "an ExplicitDropout, or what convert_dropout returned, of the model",
-                type(regulariser).__name__,
-            )
+        checked(regulariser)
         super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.args.n_gpu > 1:
@@ -54,7 +49,10 @@ class ExplicitDropoutMixin:
                 "torchrun or accelerate, or set CUDA_VISIBLE_DEVICES",
                 trainer.args.n_gpu,
             )
-        _check_model(trainer.model, regulariser)
+        model = trainer.model
+        check_inside(
+            model, regulariser, f"attached to the model that is trained ({type(model).__name__}) or to a part of it"
+        )
         self.regulariser = regulariser
         self._journal = Journal(regulariser)
 
@@ -118,13 +116,3 @@ class ExplicitDropoutMixin:
 
 class ExplicitDropoutTrainer(ExplicitDropoutMixin, Trainer):
     """`transformers.Trainer` with a `regulariser`."""
-
-
-def _check_model(model: nn.Module, regulariser: LayerLevel) -> None:
-    """A regulariser on another model would never see a forward pass of this one."""
-    if not any(module is regulariser.model for module in model.modules()):
-        raise InputError(
-            "regulariser",
-            f"attached to the model that is trained ({type(model).__name__}) or to a part of it",
-            f"one attached to another {type(regulariser.model).__name__}",
-        )

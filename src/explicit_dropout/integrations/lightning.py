@@ -19,7 +19,7 @@ from torch import Tensor
 
 from explicit_dropout.attached import LayerLevel
 from explicit_dropout.errors import InputError
-from explicit_dropout.integrations import by_component
+from explicit_dropout.integrations import by_component, check_inside, checked
 
 
 class Joined(torch.autograd.Function):
@@ -71,24 +71,13 @@ class ExplicitDropoutCallback(Callback):
     """
 
     def __init__(self, regulariser: LayerLevel, *, log: bool = True) -> None:
-        if not isinstance(regulariser, LayerLevel):
-            raise InputError(
-                "regulariser",
-                "an ExplicitDropout, or what convert_dropout returned, of the model",
-                type(regulariser).__name__,
-            )
-        self.regulariser, self.log = regulariser, log
+        self.regulariser, self.log = checked(regulariser), log
         self._backward: Counter[str] = Counter()
         """Backward passes of this epoch, "with" and "without" a penalty."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         del trainer, stage
-        if not any(module is self.regulariser.model for module in pl_module.modules()):
-            raise InputError(
-                "regulariser",
-                f"attached to a model inside {type(pl_module).__name__}",
-                f"one attached to another {type(self.regulariser.model).__name__}",
-            )
+        check_inside(pl_module, self.regulariser, f"attached to a model inside {type(pl_module).__name__}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         del trainer, pl_module

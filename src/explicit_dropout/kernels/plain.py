@@ -23,6 +23,16 @@ def like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def tokens_by_head(side: Tensor, heads: int) -> Tensor:
+    """(batch, token, feature) as (batch, head, token, width)."""
+    return torch.unflatten(wide(side), -1, (heads, -1)).transpose(1, 2)
+
+
+def weight_by_head(weight: Tensor, heads: int) -> Tensor:
+    """(feature, in) as (head, width, in)."""
+    return torch.unflatten(wide(weight), 0, (heads, -1))
+
+
 def deviation(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """x − b, float32 at least, with the rows that do not count replaced by zeros, NaN included."""
     shifted = wide(x) if bias is None else wide(x) - wide(bias)
@@ -79,5 +89,5 @@ def score_gradients(
 
 
 def _by_head(side: Tensor, bias: Tensor | None, heads: int) -> Tensor:
-    """(batch, token, feature) as (batch, head, token, width), less its bias."""
-    return torch.unflatten(deviation(side, bias, None), -1, (heads, -1)).transpose(1, 2)
+    """The tokens of every head, less its bias."""
+    return tokens_by_head(deviation(side, bias, None), heads)

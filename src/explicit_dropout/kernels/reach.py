@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from explicit_dropout.kernels import energy, plain
+from explicit_dropout.kernels.plain import tokens_by_head, weight_by_head
 from explicit_dropout.kernels.spreads import exactly, refuse_second, serves_spread
 
 LATER, ALONE, EARLIER = -1, 0, 1
@@ -194,22 +195,14 @@ def _gradients(rows: Tensor, weight: Tensor, sums: Tensor, slopes: Tensor, heads
         found = _triton().gradients(rows, weight.contiguous(), sums, slopes.float().contiguous(), heads)
         return cast("tuple[Tensor, Tensor]", found)
     steep = 2 * (slopes[:, None, None] * sums.float())[:, None] * _products(rows, weight, heads)
-    of_rows = steep @ _by_head(weight, heads).mT
-    of_weight = torch.einsum("bhae,bhac->hec", _rows_by_head(rows, heads), steep)
+    of_rows = steep @ weight_by_head(weight, heads).mT
+    of_weight = torch.einsum("bhae,bhac->hec", tokens_by_head(rows, heads), steep)
     return of_rows.transpose(1, 2).flatten(2).to(rows.dtype), of_weight.flatten(0, 1)
 
 
 def _products(rows: Tensor, weight: Tensor, heads: int) -> Tensor:
     """o_h W_h, (batch, head, token, column)."""
-    return _rows_by_head(rows, heads) @ _by_head(weight, heads)
-
-
-def _rows_by_head(rows: Tensor, heads: int) -> Tensor:
-    return torch.unflatten(rows.float(), -1, (heads, -1)).transpose(1, 2)
-
-
-def _by_head(weight: Tensor, heads: int) -> Tensor:
-    return torch.unflatten(weight.float(), 0, (heads, -1))
+    return tokens_by_head(rows, heads) @ weight_by_head(weight, heads)
 
 
 # ---------------------------------------------------------------------------------------------- operators

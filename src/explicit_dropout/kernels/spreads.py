@@ -18,6 +18,7 @@ from torch import Tensor
 from explicit_dropout.kernels import energy, plain, torch_energy
 from explicit_dropout.kernels.gram import serves_scores
 from explicit_dropout.kernels.inlining import inlined
+from explicit_dropout.kernels.plain import tokens_by_head, weight_by_head
 
 
 @cache
@@ -135,8 +136,8 @@ def _by_side(sides: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
 def _of_heads(sides: list[Tensor], heads: int) -> list[Tensor]:
     """XᵀX of every sample and head, for each side, and then W diag(s) Wᵀ."""
     with exactly(sides[0]):
-        grams = [x.mT @ x for x in (_by_head(others, heads) for others in sides[::3])]
-        by_head = (_rows(weight, heads) for weight in sides[1::3])
+        grams = [x.mT @ x for x in (tokens_by_head(others, heads) for others in sides[::3])]
+        by_head = (weight_by_head(weight, heads) for weight in sides[1::3])
         return [*grams, *(_weighted(rows, squares) for rows, squares in zip(by_head, sides[2::3], strict=True))]
 
 
@@ -158,27 +159,17 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
     return torch.mul(one, other, out=torch_energy.room.of(shape))
 
 
-def _by_head(others: Tensor, heads: int) -> Tensor:
-    """(batch, token, feature) as (batch, head, token, width)."""
-    return torch.unflatten(others.float(), -1, (heads, -1)).transpose(1, 2)
-
-
-def _rows(weight: Tensor, heads: int) -> Tensor:
-    """(feature, in) as (head, width, in)."""
-    return torch.unflatten(weight.float(), 0, (heads, -1))
-
-
 def _gradients_plainly(sides: list[Tensor], heads: int, slopes: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     (grams, matrices), found = _halves(kept), []
     of_energies = [slope[..., None, None] for slope in slopes]
     for number, (others, weight, squares) in enumerate(_by_side(sides)):
-        rows = _rows(weight, heads)
+        rows = weight_by_head(weight, heads)
         inner = of_energies[number] * grams[number]
         if len(matrices) == 2:
             inner = inner + of_energies[2] * matrices[1 - number]
         along = torch.unflatten(inner.transpose(0, 1).flatten(1, 2) @ rows, 1, (-1, rows.shape[1]))
         found += [
-            (_by_head(others, heads) @ (2 * of_energies[number] * matrices[number])).transpose(1, 2).flatten(2),
+            (tokens_by_head(others, heads) @ (2 * of_energies[number] * matrices[number])).transpose(1, 2).flatten(2),
             2 * _product(along, squares[:, None]).sum(1).flatten(0, 1),
             _product(along, rows[:, None]).sum((0, 2)),
         ]

@@ -33,6 +33,9 @@ from explicit_dropout.lab.experiment import Experiment
 from explicit_dropout.lab.store import SPREAD
 
 LEVEL = 0.95
+"""Of all intervals."""
+SIGNIFICANT = 0.05
+"""p-values below it, after correction, are taken for a difference."""
 GRID = ("treatment.strength", "training.learning_rate")
 """The settings that most rows are tried over, and that have columns of their own."""
 

@@ -45,11 +45,14 @@ class Split(ABC):
 
     def raw(self, index: Tensor) -> Tensor:  # noqa: ARG002
         """The stored bytes of images, uint8."""
-        raise InputError("data.augmentation", "none for data that are no images", type(self).__name__)
+        raise self._no_images()
 
     def normalise(self, pixels: Tensor) -> Tensor:  # noqa: ARG002
         """Bytes of images to the float32 that a model sees."""
-        raise InputError("data.augmentation", "none for data that are no images", type(self).__name__)
+        raise self._no_images()
+
+    def _no_images(self) -> InputError:
+        return InputError("data.augmentation", "none for data that are no images", type(self).__name__)
 
     def targets(self, index: Tensor) -> Tensor:
         return self.labels[index.to(self.device)]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from explicit_dropout.errors import DataError, MissingDataError
 from explicit_dropout.lab import config
 from explicit_dropout.lab.data import audio, features
+from explicit_dropout.lab.data.images import folders
 from explicit_dropout.lab.data.material import Material, relative
 
 ENDINGS = (".wav", ".au")
@@ -31,7 +32,7 @@ SKIP = "skip.txt"
 def find(root: Path) -> Path | None:
     """The folder that holds one folder per genre."""
     for folder in (root / "gtzan" / "genres", root / "gtzan" / "genres_original", root / "genres", root / "gtzan"):
-        if folder.is_dir() and any(_clips(genre) for genre in _genres(folder)):
+        if folder.is_dir() and any(_clips(genre) for genre in folders(folder)):
             return folder
     return None
 
@@ -41,8 +42,8 @@ def read(data: config.Data, root: Path) -> Material:  # noqa: ARG001
     folder = find(root)
     if folder is None:
         raise MissingDataError(f"no folder of audio clips, one folder per genre, in {root}.")
-    classes = tuple(genre.name for genre in _genres(folder) if _clips(genre))
-    clips = [clip for genre in _genres(folder) for clip in _clips(genre)]
+    classes = tuple(genre.name for genre in folders(folder) if _clips(genre))
+    clips = [clip for genre in folders(folder) for clip in _clips(genre)]
     skipped = _skipped(folder, clips)
     clips = [clip for clip in clips if clip.name not in skipped]
     cache = root / "cache" / f"gtzan-{_key(clips, folder)}.npz"
@@ -58,10 +59,6 @@ def read(data: config.Data, root: Path) -> Material:  # noqa: ARG001
         standardise=True,
         notes=notes,
     )
-
-
-def _genres(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _clips(genre: Path) -> list[Path]:

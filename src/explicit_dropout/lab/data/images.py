@@ -55,7 +55,7 @@ def read(data: config.Data, root: Path) -> Material:
 
 def _parts(folder: Path) -> list[tuple[Path, int]]:
     """Every folder of a class, with the part that it belongs to."""
-    inside = _folders(folder)
+    inside = folders(folder)
     named = [entry for entry in inside if entry.name in PARTS]
     if not any(entry.name == "train" for entry in named):
         return [(entry, FREE) for entry in inside]
@@ -64,10 +64,10 @@ def _parts(folder: Path) -> list[tuple[Path, int]]:
         raise DataError(
             f"{folder} has a folder train, so that {', '.join(strangers)} beside it is neither part nor class."
         )
-    return [(place, PARTS[part.name]) for part in named for place in _folders(part)]
+    return [(place, PARTS[part.name]) for part in named for place in folders(part)]
 
 
-def _folders(folder: Path) -> list[Path]:
+def folders(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 

@@ -26,13 +26,13 @@ def gather(images: Tensor, x: Tensor, y: Tensor, fill: int) -> Tensor:
     return torch.where(inside[:, None], taken, taken.new_full((), fill))
 
 
-def affine(images: Tensor, matrix: Tensor, fill: int = GREY) -> Tensor:
+def affine(images: Tensor, matrix: Tensor) -> Tensor:
     """Output (x, y) is input (a x + b y + c, d x + e y + f), all at the middle of pixels; matrix (n, 6)."""
     _, _, height, width = images.shape
     a, b, c, d, e, f = fixed_point(matrix)[:, :, None, None].unbind(0)
     across = torch.arange(width, device=images.device)[None, None, :]
     down = torch.arange(height, device=images.device)[None, :, None]
-    return gather(images, (a * across + b * down + c) >> 16, (d * across + e * down + f) >> 16, fill)
+    return gather(images, (a * across + b * down + c) >> 16, (d * across + e * down + f) >> 16, GREY)
 
 
 def fixed_point(matrix: Tensor) -> Tensor:

@@ -39,6 +39,11 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class Engine(Protocol):
     def __call__(self, runs: Sequence[Run], store: Store, execution: Execution, on_event: OnEvent, /) -> None: ...
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.config import Execution, Run
-from explicit_dropout.lab.engines import Event, OnEvent, execute, report
+from explicit_dropout.lab.engines import Event, OnEvent, execute, first_line, report
 from explicit_dropout.lab.store import Store
 
 RETRIES = 3
@@ -70,8 +70,7 @@ class Ray:
                     try:
                         report(run, ray.get(reference), on_event)
                     except ray.exceptions.RayError as error:
-                        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                        on_event(Event("failed", run, f"{reason} (tried {RETRIES + 1} times)"))
+                        on_event(Event("failed", run, f"{first_line(error)} (tried {RETRIES + 1} times)"))
         except BaseException:
             for reference in tasks:
                 ray.cancel(reference, force=True)

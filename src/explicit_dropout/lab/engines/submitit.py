@@ -11,7 +11,7 @@ from typing import Any
 
 from explicit_dropout.errors import InputError
 from explicit_dropout.lab.config import Execution, Run
-from explicit_dropout.lab.engines import Event, OnEvent, Outcome, execute, report
+from explicit_dropout.lab.engines import Event, OnEvent, Outcome, execute, first_line, report
 from explicit_dropout.lab.engines.local import cores
 from explicit_dropout.lab.store import Store
 
@@ -105,8 +105,7 @@ def _follow(jobs: dict[Run, Any], on_event: OnEvent, pause: float) -> None:
                 try:
                     outcome = job.result()
                 except Exception as error:
-                    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                    on_event(Event("failed", run, f"{reason} (log: {job.paths.stderr})"))
+                    on_event(Event("failed", run, f"{first_line(error)} (log: {job.paths.stderr})"))
                 else:
                     report(run, outcome, on_event)
             if waiting:

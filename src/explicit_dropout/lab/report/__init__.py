@@ -20,7 +20,7 @@ from explicit_dropout.lab.report.answers import answers
 from explicit_dropout.lab.report.datasets import fingerprints, warnings
 from explicit_dropout.lab.report.formats import console_table, latex, markdown
 from explicit_dropout.lab.report.page import Live
-from explicit_dropout.lab.report.reading import Part, found, read
+from explicit_dropout.lab.report.reading import Part, experiments_in, read
 from explicit_dropout.lab.report.tables import Table, configuration_records, records, results_table, tables, tables_of
 from explicit_dropout.lab.store import Store
 
@@ -107,7 +107,7 @@ def build(store: Store, experiments: Sequence[tuple[Experiment, str | None]] = (
         name: how commands in the report call the store; its own path if None.
     """
     problems: list[str] = []
-    listed = list(experiments) or [(experiment, None) for experiment in found(store, problems)]
+    listed = list(experiments) or [(experiment, None) for experiment in experiments_in(store, problems)]
     parts = tuple(read(store, experiment, source) for experiment, source in listed)
     known = {run.key for experiment, _ in listed for run in experiment.runs}
     others = len(store.keys() - known)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from explicit_dropout.lab.config import Run
 from explicit_dropout.lab.experiment import Question
 from explicit_dropout.lab.report.tables import interval, percent, probability
-from explicit_dropout.lab.statistics import Analysis, Estimate, holm
+from explicit_dropout.lab.statistics import SIGNIFICANT, Analysis, Estimate, holm
 
 ENOUGH = 5
 """Pairs without which nothing is concluded."""
@@ -42,7 +42,7 @@ class Contrast(NamedTuple):
             return "not enough runs yet"
         if self.pairs.estimate.mean is None or self.p is None:
             return "all differences alike"
-        if self.p >= 0.05:
+        if self.p >= SIGNIFICANT:
             return "no difference shown"
         return "better" if self.pairs.estimate.mean > 0 else "worse"
 

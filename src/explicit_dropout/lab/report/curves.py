@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from explicit_dropout.lab.report.svg import Scale, band, drawing, element, polyline, text, thinned, tick_label, window
-from explicit_dropout.lab.report.tables import METRICS
+from explicit_dropout.lab.report.tables import METRICS, hundredfold
 from explicit_dropout.lab.statistics import Analysis, Result, Row
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 300, 156, 40, 12, 24, 26
@@ -71,7 +71,7 @@ def row_curves(analysis: Analysis) -> list[Panels]:
     metric = analysis.experiment.metric
     named = METRICS[metric]
     quantities: list[tuple[str, Read, bool]] = [
-        (f"validation {named}, %", lambda line: _percent(_inner(line, "validation", metric)), False),
+        (f"validation {named}, %", lambda line: hundredfold(_inner(line, "validation", metric)), False),
         ("training loss", lambda line: _finite(line.get("train_loss")), True),
         _gap(analysis),
     ]
@@ -269,7 +269,3 @@ def _inner(line: Mapping[str, Any], part: str, name: str) -> float | None:
 
 def _finite(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from explicit_dropout.lab.config import Data, Run
-from explicit_dropout.lab.report.reading import Part, Record, made
+from explicit_dropout.lab.report.reading import Part, Record, recorded
 from explicit_dropout.lab.store import division_in, fingerprint_in
 
 
@@ -15,7 +15,7 @@ def datasets(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """The fingerprints of what the runs saw. Two for the same data mean that runs cannot be compared."""
     return [
         {"data": data.words, "fingerprints": prints.most_common(), "mixed": len(prints) > 1}
-        for data, prints in _contents(made(parts)).items()
+        for data, prints in _contents(recorded(parts)).items()
     ]
 
 
@@ -38,7 +38,7 @@ def warnings(part: Part) -> list[str]:
 def divisions(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Data that runs have seen divided into training, validation and test examples in several ways, and in how many."""
     return [
-        {"data": data.words, "number": len(seen)} for data, seen in _divisions(made(parts)).items() if len(seen) > 1
+        {"data": data.words, "number": len(seen)} for data, seen in _divisions(recorded(parts)).items() if len(seen) > 1
     ]
 
 

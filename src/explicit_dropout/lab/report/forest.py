@@ -11,8 +11,8 @@ from statistics import median
 from markupsafe import Markup
 
 from explicit_dropout.lab.report.svg import element, round_ticks, tick_label
-from explicit_dropout.lab.report.tables import interval, percent, probability
-from explicit_dropout.lab.statistics import Analysis, Comparison
+from explicit_dropout.lab.report.tables import interval, percent
+from explicit_dropout.lab.statistics import SIGNIFICANT, Analysis, Comparison
 
 HEIGHT, MIDDLE = 30, 15
 
@@ -26,7 +26,6 @@ class Strip:
     difference: str
     interval: str
     pairs: int
-    holm: str
     verdict: str
 
 
@@ -68,7 +67,6 @@ def forest(analysis: Analysis) -> Forest | None:
                 percent(comparison.difference.mean, signed=True),
                 interval(comparison.difference, signed=True),
                 comparison.difference.n,
-                probability(comparison.holm),
                 verdict(comparison),
             )
         )
@@ -81,9 +79,9 @@ def forest(analysis: Analysis) -> Forest | None:
     return Forest(tuple(strips), axis, clipped)
 
 
-def verdict(comparison: Comparison | None, level: float = 0.05) -> str:
+def verdict(comparison: Comparison | None) -> str:
     """Whether a row differs from the baseline after the correction for several comparisons."""
-    if comparison is None or comparison.holm is None or comparison.holm >= level:
+    if comparison is None or comparison.holm is None or comparison.holm >= SIGNIFICANT:
         return ""
     return "higher" if (comparison.difference.mean or 0) > 0 else "lower"
 

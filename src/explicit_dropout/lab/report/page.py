@@ -22,7 +22,7 @@ from explicit_dropout.lab.report.curves import DEPTHS, penalty_curves, row_curve
 from explicit_dropout.lab.report.datasets import datasets, divisions, warnings
 from explicit_dropout.lab.report.forest import forest, verdict
 from explicit_dropout.lab.report.heatmaps import views
-from explicit_dropout.lab.report.reading import Part, Record, made
+from explicit_dropout.lab.report.reading import Part, Record, recorded
 from explicit_dropout.lab.report.svg import element
 from explicit_dropout.lab.report.tables import (
     METRICS,
@@ -81,8 +81,8 @@ def _environment() -> Environment:
     )
     made.filters["breakable"] = breakable
     made.filters["coded"] = coded
-    made.filters["groupby_run"] = column_groups
-    made.filters["css"] = column_class
+    made.filters["column_groups"] = column_groups
+    made.filters["column_class"] = column_class
     made.globals["style"] = Markup(load("style.css"))
     made.globals["script"] = Markup(load("live.js"))
     return made
@@ -256,7 +256,7 @@ def describe(run: Run) -> str:
 def environment_table(parts: Sequence[Part]) -> list[tuple[str, list[tuple[str, int]]]]:
     """Every setting of the environments with its values and how many runs have each."""
     found: dict[str, Counter[str]] = {}
-    for record in made(parts):
+    for record in recorded(parts):
         for name, value in _flat(record.environment or {}).items():
             if not name.startswith("dataset."):
                 found.setdefault(name, Counter())[value] += 1

@@ -60,7 +60,7 @@ def read(store: Store, experiment: Experiment, source: str | None = None) -> Par
     return Part(analyse(experiment, results, failed, begun), records, source)
 
 
-def found(store: Store, problems: list[str] | None = None) -> list[Experiment]:
+def experiments_in(store: Store, problems: list[str] | None = None) -> list[Experiment]:
     """The runs of a store as experiments: those with the same data, model and way of training form a table.
 
     A folder that does not say which run it is becomes a line in `problems`, or an error if there is no such list.
@@ -143,7 +143,7 @@ def _title(setting: Run) -> str:
     return ", ".join(said)
 
 
-def made(parts: Sequence[Part]) -> list[Record]:
+def recorded(parts: Sequence[Part]) -> list[Record]:
     """The runs that have begun somewhere, each once."""
     unique = {record.run.key: record for part in parts for record in part.records if record.environment is not None}
     return list(unique.values())

@@ -268,8 +268,8 @@ def records(analysis: Analysis) -> list[dict[str, Any]]:
                 "strength": chosen.run.treatment.strength if chosen else None,
                 "learning_rate": chosen.run.training.learning_rate if chosen else None,
                 "others": others(row),
-                "validation_mean": _hundredfold(row.validation.mean),
-                "validation_sd": _hundredfold(row.validation.sd),
+                "validation_mean": hundredfold(row.validation.mean),
+                "validation_sd": hundredfold(row.validation.sd),
                 "configurations": len(row.configurations),
                 "runs_planned": row.planned,
                 "runs_finished": row.finished,
@@ -306,15 +306,15 @@ def configuration_records(analysis: Analysis) -> list[dict[str, Any]]:
 def _parts(name: str, estimate: Estimate) -> dict[str, float | int | None]:
     low, high = estimate.interval() or (None, None)
     return {
-        f"{name}_mean": _hundredfold(estimate.mean),
-        f"{name}_sd": _hundredfold(estimate.sd),
-        f"{name}_low": _hundredfold(low),
-        f"{name}_high": _hundredfold(high),
+        f"{name}_mean": hundredfold(estimate.mean),
+        f"{name}_sd": hundredfold(estimate.sd),
+        f"{name}_low": hundredfold(low),
+        f"{name}_high": hundredfold(high),
         f"{name}_n": estimate.n,
     }
 
 
-def _hundredfold(fraction: float | None) -> float | None:
+def hundredfold(fraction: float | None) -> float | None:
     return None if fraction is None else 100 * fraction
 
 
