@@ -449,3 +449,170 @@ def test_the_command_is_declared():
 def test_the_version_is_that_of_the_package(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"explicit-dropout {xd.__version__}\n"
+
+
+# ------------------------------------------------------------------------------------------------ twins, own files
+
+
+BART = [f"--set={side}_{pair}" for side in ("encoder", "decoder") for pair in ("layers=1", "attention_heads=2")]
+BART += [f"--set={pair}" for pair in ("d_model=16", "encoder_ffn_dim=24", "decoder_ffn_dim=24", "vocab_size=30")]
+
+RANDOM_BESIDES = """
+import random
+import torch
+from torch import nn
+
+class Noisy(nn.Module):
+    def __init__(self, *after):
+        super().__init__()
+        self.linear, self.drop, self.after = nn.Linear(8, 8), nn.Dropout(0.2), nn.Sequential(*after)
+
+    def forward(self, x):
+        return self.after(self.drop(self.linear(x)))
+
+class Jitter(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+class Coin(nn.Module):
+    def forward(self, x):
+        return x * random.random()
+
+def several():
+    return Noisy(nn.AlphaDropout(0.1), Jitter()), torch.randn(2, 3, 8)
+
+def coin():
+    return Noisy(Coin()), torch.randn(2, 3, 8)
+
+def still():
+    model = Noisy()
+    model.drop.p = 0.0
+    return model, torch.randn(2, 3, 8)
+"""
+
+
+@pytest.fixture
+def noisy_file(tmp_path):
+    path = tmp_path / "noisy_model.py"
+    path.write_text(RANDOM_BESIDES)
+    return path
+
+
+def test_twins_ends_with_1_where_convert_dropout_would_refuse_and_names_what_is_random(capsys, noisy_file):
+    status, out, _ = run(capsys, "twins", f"{noisy_file}:several")
+    assert status == 1
+    assert "dropout at 1 place" in out
+    told = "also random, without a twin: after.0 (alpha_dropout), after.1 (rand_like); needs others='keep'"
+    assert told in " ".join(out.split())
+    status, out, _ = run(capsys, "twins", f"{noisy_file}:several", "--json")
+    assert status == 1
+    assert json.loads(out)["without_twin"] == ["after.0 (alpha_dropout)", "after.1 (rand_like)"]
+
+
+def test_twins_notices_dice_that_are_not_those_of_torch(capsys, noisy_file):
+    status, out, _ = run(capsys, "twins", f"{noisy_file}:coin")
+    assert status == 1
+    told = " ".join(out.split())
+    assert "also random, without a twin: Noisy has drawn random numbers" in told
+    assert told.count("others='keep'") == 1
+
+
+def test_twins_ends_with_0_where_all_that_is_random_has_a_twin(capsys):
+    status, out, _ = run(capsys, "twins", "torch:TransformerEncoderLayer(16, 4, 24)")
+    assert status == 0
+    assert "without a twin" not in out
+    status, out, _ = run(capsys, "twins", "torch:TransformerEncoderLayer(16, 4, 24)", "--json")
+    assert json.loads(out)["without_twin"] == []
+
+
+def test_twins_of_bart_are_refused_for_layer_drop_and_its_rows_can_be_told_apart(capsys):
+    status, out, _ = run(capsys, "twins", "hf:bart", *BART)
+    assert status == 1
+    assert "also random, without a twin: encoder (rand), decoder (rand); needs" in " ".join(out.split())
+    rows = [line.split(maxsplit=1)[0] + line for line in out.splitlines() if " hidden " in line]
+    assert len(rows) == len(set(rows)) == 7
+    assert sum("decoder.layers.0 (3)" in row for row in rows) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["timm:vit_tiny_patch16_224", "--set=embed_dim=24", "--set=depth=1", "--set=num_heads=3", "--set=img_size=32"],
+        ["torch:TransformerEncoderLayer(16, 4, 24, dropout=0.0)"],
+        ["hf:bert", *SMALL, "--set=hidden_dropout_prob=0", "--set=attention_probs_dropout_prob=0"],
+        ["hf:llama", *SMALL],
+    ],
+    ids=lambda command: command[0].split("(")[0],
+)
+def test_a_model_whose_rates_are_0_is_told_an_argument_that_it_takes(capsys, command):
+    status, out, _ = run(capsys, "twins", *command)
+    assert status == 0
+    (advised,) = re.findall(r"Its rates are 0. To see more: --set (\w+=0.1)", " ".join(out.split()))
+    status, out, err = run(capsys, "twins", *command, "--set", advised)
+    assert status == 0, err
+    assert "Its rates are 0" not in out
+    assert " 0.1" in out
+
+
+def test_rates_that_no_option_reaches_are_told_by_their_place(capsys, noisy_file):
+    inside = "torch:TransformerEncoder(TransformerEncoderLayer(16, 4, 24, 0.0), 1, enable_nested_tensor=False)"
+    assert "To see more: TransformerEncoderLayer(…, dropout=0.1)" in run(capsys, "twins", inside)[1]
+    told = " ".join(run(capsys, "twins", f"{noisy_file}:still")[1].split())
+    assert "give rates above 0 where still builds it, or --set an argument of it" in told
+
+
+def test_a_file_may_import_its_neighbours_at_once_and_later(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "neighbour_at_once.py").write_text("from torch import nn\nLayer = nn.TransformerEncoderLayer\n")
+    (folder / "neighbour_later.py").write_text("import torch\ndef inputs():\n    return torch.randn(3, 2, 8)\n")
+    (folder / "whole_model.py").write_text(
+        "from neighbour_at_once import *\n\ndef build():\n    from neighbour_later import inputs\n\n"
+        "    return Layer(8, 2), inputs()\n"
+    )
+    assert run(capsys, "inspect", f"{folder / 'whole_model.py'}:build")[0] == 0
+    for name in ("neighbour_at_once", "neighbour_later", "whole_model"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(folder)])
+    monkeypatch.chdir(folder)
+    assert run(capsys, "inspect", "whole_model:build")[0] == 0  # and so may a module of the current folder
+
+
+OFFERS = """
+from torch.nn import *
+
+class Own(Module):
+    pass
+
+def build():
+    return Own()
+"""
+
+
+def test_a_callable_that_is_not_there_is_answered_by_those_of_the_file_functions_first(capsys, tmp_path):
+    path = tmp_path / "offers.py"
+    path.write_text(OFFERS)
+    status, _, err = run(capsys, "inspect", f"{path}:biuld")
+    assert status == 2
+    assert "build, Own; closest: build. Got biuld." in " ".join(err.split())
+    path.write_text(OFFERS + "".join(f"def make_{n}(): pass\n" for n in range(9)))
+    told = " ".join(run(capsys, "inspect", f"{path}:nope")[2].split())
+    assert "build, make_0, make_1, make_2, make_3, make_4, make_5, make_6, …. Got nope." in told
+    assert "Linear" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("vit_tiny", "such as vit_tiny_patch16_224"), ("nope", "timm.list_models() has their names. Got 'nope'")],
+)
+def test_a_name_that_timm_does_not_have_is_answered_by_the_closest_or_where_to_look(capsys, name, told):
+    status, _, err = run(capsys, "inspect", f"timm:{name}")
+    assert status == 2
+    assert told in " ".join(err.split())
+
+
+@pytest.mark.parametrize("command", ["twins", "data", "sweep"])
+def test_help_and_documents_say_alike_what_exit_status_2_means(capsys, command):
+    assert "2 the command could not be carried out" in run(capsys, command, "--help")[1]
+    assert "2 if it could not be carried out" in (ROOT / "docs" / "cli.md").read_text()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import explicit_dropout as xd
 import families
+from explicit_dropout.sites import unclaimed
 from family import truth as known
 from family.attached import FAMILIES, LAWS, model_of, run, seen, supported, truths
 from family.patterns import BATCH, TOKENS
@@ -52,6 +53,14 @@ def test_what_the_table_says_of_attention_is_what_the_model_computes(name: str) 
             continue  # scores are more than Q Kᵀ, and nothing of the model tells A
         real = torch.ones(truth.attended.shape[:-1], dtype=torch.bool) if truth.mask is None else truth.mask
         torch.testing.assert_close(truth.computed_attended()[real], truth.attended[real], rtol=1e-5, atol=1e-6)
+
+
+@every_family
+def test_no_layer_of_a_family_is_said_to_be_left_over(name: str) -> None:
+    """Embeddings, poolers, heads and whatever else a family has are no gaps; nor do the sites of a part make any."""
+    model = model_of(name)
+    assert unclaimed(model) == []
+    assert unclaimed(nn.ModuleList([model, nn.Linear(32, 32)])) == []
 
 
 # ---------------------------------------------------------------------------------------------- terms

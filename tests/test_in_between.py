@@ -38,6 +38,7 @@ def adapted():
     return model.train()
 
 
+@pytest.mark.filterwarnings("ignore:no parameter of PeftModel that learns")  # where adapters are switched off
 def test_a_pass_has_the_adapters_that_it_ran_with():
     model = adapted()
     reg = xd.ExplicitDropout(model, INVERTED, value=1.0, feed_forward=1.0)

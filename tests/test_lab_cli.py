@@ -70,7 +70,7 @@ def test_a_run_can_be_taken_from_the_folder_of_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--data.name", "cifar11"], "`data.name` must be one of digits"),
+        (["--data.name", "cifar11"], "`--data.name` must be one of digits"),
         (["--data.name", "cifar10"], "cifar-10-binary.tar.gz"),
         (["--training.batch", "4096"], "at most"),
         (["--model.patch", "3"], "a divisor of height and width"),
@@ -118,7 +118,7 @@ def test_ctrl_c_ends_without_a_traceback_and_the_same_command_goes_on(tmp_path: 
 @pytest.mark.parametrize(("option", "value"), [("treatment.strength", "1e-3"), ("training.learning-rate", "-1")])
 def test_a_setting_that_is_none_is_refused_by_its_name_alone(option, value, capsys) -> None:
     assert main(["train", f"--{option}", value]) == BAD_INPUT
-    assert capsys.readouterr().err.startswith(f"error: `{option.replace('-', '_')}` must be above 0")
+    assert capsys.readouterr().err.startswith(f"error: `--{option}` must be above 0")
 
 
 def test_names_in_brackets_are_printed_as_they_are(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -170,3 +170,49 @@ def test_a_demonstration_ends_with_a_table_and_a_report_and_again_trains_nothing
     assert {path: path.stat().st_mtime_ns for path in before} == before
     summary = json.loads(next(iter(before)).read_text())
     assert summary["format"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("data images", "`--folder` is missing. It must be a path inside the data root"),
+        ("data digits --folder=x", "`--folder` must be left out: digits has its own place"),
+        ("data digits --split -1", "`--split` must be at least 0"),
+        ("data imagenet", "`NAME` must be one of digits"),
+        ("data features --folder x", "`--folder` names an .npz file"),
+        ("data images --download", "relative to the data root, as --folder, and --size if sizes differ"),
+        ("train --data.name images", "`--data.folder` is missing. It must be a path inside the data root"),
+        ("train --data.name digits --data.size 8", "`--data.size` must be left out: digits has one size"),
+        ("train --model.patch None", "`--model.patch` must be a patch size"),
+        ("train --seed -1", "`--seed` must be at least 0"),
+        ("train --threads 0", "`--threads` must be at least 1"),
+        ("train --device toaster", "`device` must be auto, cpu"),
+        ("train --treatment.twins", "`--treatment.twins` must be left out, or given beside a treatment that draws"),
+        ("train --config x --seed 3", "`config` must be the only setting of the run"),
+        ("sweep TINY --seeds x", "`seeds` must be whole numbers"),
+        ("sweep TINY --only nope", "`only` must be one of none+none"),
+        ("sweep TINY --threads 0", "`--threads` must be at least 1"),
+        ("report TINY --serve --port 99999", "`port` must be from 0"),
+        ("demo --device toaster", "`device` must be auto, cpu"),
+    ],
+)
+def test_errors_name_options_as_the_command_line_has_them(command, told, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    assert main(command.replace("TINY", tiny_sweep.__file__).split()) == BAD_INPUT
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_setting_of_a_config_file_keeps_the_name_that_it_has_there(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"run": {"data": {"name": "images"}}}))
+    arguments = ["train", "--config", str(config), "--store", str(tmp_path / "store"), "--quiet"]
+    assert main([*arguments, "--data-root", str(tmp_path)]) == BAD_INPUT
+    assert "`data.folder` must be a path inside" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_demonstration_says_in_words_what_its_rows_are(tmp_path: Path, capsys) -> None:
+    assert carry_out(tiny_sweep.experiment(), tmp_path, "local", "cpu") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "none+none: no dropout and no penalty" in out
+    assert "explicit_v+explicit: penalty on values and on feed-forward layers, the paper's moments, p = 0.2" in out

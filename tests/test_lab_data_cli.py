@@ -119,3 +119,26 @@ def test_help_shows_examples(capsys):
     status, out, _ = run(capsys, "--help")
     assert status == 0
     assert "explicit-dropout data cifar10 --download" in out
+
+
+def test_a_root_that_is_not_there_is_refused_where_it_is_named_and_told_where_it_is_the_usual_one(
+    capsys, tmp_path, monkeypatch
+):
+    for arguments in ([], ["--check"], ["--json"]):
+        with pytest.raises(InputError, match=r"`--root` must be a folder that exists\. Got .*nowhere"):
+            run(capsys, "--root", tmp_path / "nowhere", *arguments)
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys)
+    assert status == 0
+    assert "Data root data: there is no such folder, so only what is built in is here" in " ".join(out.split())
+    status, out, _ = run(capsys, "--check")
+    assert status == 0
+    assert "1 of 10 datasets are here (data root data: there is no such folder" in " ".join(out.split())
+    (tmp_path / "data").mkdir()
+    assert "no such folder" not in run(capsys)[1]
+
+
+@pytest.mark.parametrize("option", [("--folder", "x"), ("--size", "8"), ("--split", "1")])
+def test_what_is_said_of_no_dataset_is_refused(capsys, option):
+    with pytest.raises(InputError, match="given together with the name of a dataset"):
+        run(capsys, *option)

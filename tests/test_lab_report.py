@@ -14,14 +14,16 @@ import pytest
 
 import synthetic_sweep as synthetic
 from explicit_dropout.cli.reporting import show
-from explicit_dropout.lab.config import Data
+from explicit_dropout.lab.config import Data, Treatment
 from explicit_dropout.lab.experiment import Question
 from explicit_dropout.lab.report import build, latex, markdown, tables, write_report
 from explicit_dropout.lab.report.curves import course, sites
 from explicit_dropout.lab.report.heatmaps import colour_range
+from explicit_dropout.lab.report.legend import legend, parts
 from explicit_dropout.lab.report.page import findings
 from explicit_dropout.lab.report.svg import Scale, element, thinned
 from explicit_dropout.lab.report.tables import percent
+from explicit_dropout.lab.rows import EXACT, paper_treatments
 from explicit_dropout.lab.statistics import Result, analyse
 from explicit_dropout.lab.store import SPREAD, Store
 from explicit_dropout.lab.training.loop import TRAINING_EXAMPLES_SCORED
@@ -530,3 +532,97 @@ def test_questions_of_an_experiment_are_answered_in_every_report_for_readers(tmp
         assert "ot enough runs yet (n = 4)" in text
     assert "Is explicit <better>?" in page.text
     assert ("section", {"id": "e1-answers"}) in page.elements
+
+
+# ------------------------------------------------------------------------------------------------ rows in words
+
+
+def words(treatment):
+    return ", ".join(name + value for name, value in parts(treatment).items())
+
+
+def test_rows_that_have_different_names_have_different_words():
+    treatments = {treatment.row: treatment for treatment in paper_treatments((1.0,))}
+    special = [
+        *(Treatment(kind) for kind in ("dropout", "drop_head", "drop_attention_column", "implicit_v")),
+        Treatment("none", "implicit_inputs"),
+        Treatment("none", "implicit", rate=0.5),
+        Treatment("drop_attention", span=3),
+        Treatment("drop_key", decreasing=True),
+        Treatment(drop_path=0.1),
+        Treatment("none", "implicit", twins=True, strength=1),
+        *(Treatment(f"loss_{site}", "loss", strength=1) for site in "qkv"),
+        Treatment("explicit_qk", strength=1),
+        Treatment("explicit_v", "explicit", strength=1, reduction="sample"),
+        Treatment("explicit_v", "explicit", strength=1, reading="paper"),
+        Treatment("explicit_v", "explicit", strength=1, extra_dropout=0.1),
+    ]
+    treatments |= {treatment.row: treatment for treatment in special}
+    said = {words(treatment) for treatment in treatments.values()}
+    assert len(said) == len(treatments) == 15 + 5 * len(EXACT) + len(special)
+
+
+@pytest.mark.parametrize(
+    ("treatment", "said"),
+    [
+        (Treatment(), "no dropout and no penalty"),
+        (Treatment("none", "implicit"), "nn.Dropout in feed-forward layers, p = 0.2"),
+        (
+            Treatment("explicit_v", "explicit", strength=3, law="inverted"),
+            "penalty on values and on feed-forward layers, exact moments of nn.Dropout, p = 0.2",
+        ),
+        (Treatment("none", "weight_decay", strength=1), "λ as weight decay of the optimiser"),
+    ],
+)
+def test_a_treatment_is_said_in_words(treatment, said):
+    assert words(treatment) == said
+
+
+def test_what_a_pooled_row_chooses_is_said_to_be_chosen():
+    made = synthetic.experiment(("none+none", "none+implicit"), range(2), (1e-3,))
+    strong = [replace(run, treatment=replace(run.treatment, rate=0.5)) for run in made.runs if run.row != "none+none"]
+    rows = ("none+implicit", "none+implicit [p = 0.5]")
+    pooled = replace(made, runs=(*made.runs, *strong), baseline="none+none", pooled={"chosen": rows}, paper={})
+    assert legend(analyse(pooled, [])) == [
+        ("none+none", "no dropout and no penalty"),
+        ("chosen", "nn.Dropout in feed-forward layers, p chosen on validation data"),
+    ]
+
+
+def test_the_page_and_the_terminal_have_a_line_in_words_for_every_row(complete, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    store, made = complete
+    report = build(store, [(made, None)])
+    show(report)
+    printed = capsys.readouterr().out
+    told = " ".join(Page(report.html()).text.split())
+    for row, said in legend(report.parts[0].analysis):
+        assert f"{row}: {said}\n" in printed
+        assert f"{row}{said}" in told or f"{row} {said}" in told
+    assert len(legend(report.parts[0].analysis)) == len(made.rows)
+
+
+@pytest.mark.parametrize(("width", "shown"), [("80", False), ("120", True)])
+def test_where_rows_cannot_be_told_apart_it_says_that_this_is_not_to_be_the_same(
+    complete, capsys, monkeypatch, width, shown
+):
+    monkeypatch.setenv("COLUMNS", width)
+    store, made = complete
+    show(build(store, [(made, None)]))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "with 3 pairs of runs, differences as large as theirs may be real and not show." in printed
+    assert ("The intervals are of single comparisons, the p-values are corrected" in printed) == shown
+    assert ("95 % interval" in printed) == shown
+
+
+def test_a_single_comparison_is_not_said_to_be_corrected():
+    made = synthetic.experiment(("none+implicit", "drop_key+implicit"), range(3), (1e-3,))
+    alike = {"validation": {"accuracy": 0.9}}
+    scores = {"none+implicit": (0.80, 0.82, 0.84), "drop_key+implicit": (0.81, 0.80, 0.86)}
+    results = [(run, alike | {"test": {"accuracy": scores[run.row][run.seed]}}) for run in made.runs]
+    told = findings(analyse(made, results))
+    assert "no row can be told apart from it" in told[-2]
+    assert told[-1] == (
+        "Rows not told apart need not be equal: with 3 pairs of runs, differences as large as theirs may be real and "
+        "not show."
+    )

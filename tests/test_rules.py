@@ -208,7 +208,13 @@ def test_what_cannot_be_checked_is_reported_not_passed_over(monkeypatch, model, 
     use(monkeypatch, lambda m: attention(m, obstacle="queries are normalised"))
     report = check_rule(model, x, samples=64, compile=False)
     assert any("scores of 0.mixer: queries are normalised" in line for line in report.skipped)
-    assert any("0.mixer:query: queries are normalised" in line for line in report.skipped)
+    assert any("0.mixer:query, 0.mixer:key, " in line and ": queries are normalised" in line for line in report.skipped)
+    assert report.proved == [
+        s for s in report.sites if s.rpartition(":")[2] in ("value", "attended_value", "feed_forward")
+    ]
+    assert "8 of 14 sites proved" in str(report)
+    assert {"fires", "projection", "values", "exact"} <= set(report.passed)
+    assert "scores" not in report.passed
 
 
 def test_the_rules_of_torch_nn_pass():

@@ -133,6 +133,14 @@ class GatedFused(Fused):
         return attended * torch.sigmoid(x)
 
 
+class OtherRoles(Separate):
+    """What is called value is the query."""
+
+    def split(self, x):
+        q, k, v = super().split(x)
+        return v, q, k
+
+
 class SubNormalised(Separate):
     def between(self, attended, _x):
         return F.layer_norm(attended, (16,))
@@ -195,13 +203,14 @@ def test_an_output_projection_of_any_name_is_found():
         (Turned(), SCORES), (Windowed(), SCORES), (Tiled(2), (*SCORES, "attended_value")),
         (Gated(), (*SCORES, "attended_value")), (SubNormalised(), (*SCORES, "attended_value")),
         (GatedFused(), (*SCORES, "attended_value")), (ValuesFirst(), (*SCORES, "attended_value", "value")),
+        (OtherRoles(), (*SCORES, "attended_value", "value")),
     ],
     ids=lambda given: type(given).__name__,
 )  # fmt: skip
 def test_what_no_reading_explains_is_refused_and_nothing_else(model, components):
     for component in (*SCORES, "attended_value", "value"):
         if component in components:
-            with pytest.raises(xd.UnsupportedSiteError, match=f"{component}: on trial .*{type(model).__name__}"):
+            with pytest.raises(xd.UnsupportedSiteError, match=f"{component}: tried with .*{type(model).__name__}"):
                 xd.ExplicitDropout(model, xd.paper(0.2), **{component: 1.0})
         else:
             assert values_of(model, component, xd.paper(0.2)) > 0

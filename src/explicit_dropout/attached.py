@@ -52,7 +52,15 @@ class Attached(ABC):
             raise CollectionError("the regulariser was removed from its model; attach a new one")
         if self._collector.inert:
             raise CollectionError("this regulariser is a copy, and copies are not attached; attach a new one")
-        return self._collector.take()
+        steps, forwards = self._collector.steps, self._collector.take()
+        if steps and forwards:
+            raise CollectionError(
+                f"an optimiser of {type(self.model).__name__} has made a step since a forward pass that waits for this "
+                "call, whose weights are gone. Call the regulariser after every forward pass in train mode, before "
+                "weights change, or discard() passes that are not to be regularised. The terms of all passes are "
+                "dropped now."
+            )
+        return forwards
 
     def strengths(self) -> dict[str, float]:
         """The λ of every site at the next call, by site name."""

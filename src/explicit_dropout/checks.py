@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -117,7 +117,8 @@ def number(name: str, value: object, expected: str, *, low: float = -math.inf, b
         raise InputError(name, expected, repr(value))
     if not (-LARGEST <= value <= LARGEST and low <= value < below):  # type: ignore[operator]
         raise InputError(name, expected, repr(value))
-    return float(value)
+    plain: Any = value
+    return plain if type(plain) is float else float(plain)  # which a compiler cannot do with a variable
 
 
 def rate(value: object, name: str = "p") -> float:

@@ -38,7 +38,7 @@ from explicit_dropout.refusals import (
     refuse_silent,
     refuse_unknown,
 )
-from explicit_dropout.selection import Selection, select
+from explicit_dropout.selection import Selection, select, still_random
 from explicit_dropout.sites import Attention, Site, projection_of
 from explicit_dropout.strengths import Strength
 from explicit_dropout.table import shape, table
@@ -257,7 +257,9 @@ class LossLevelDropout(Attached):
         ]
         if self._removed:
             lines.append("Removed: nothing is attached any more.")
-        return "\n".join(lines + self.silenced.lines(self.model))
+        else:
+            lines += [*self.silenced.lines(self.model), *still_random(self.model)]
+        return "\n".join(lines)
 
 
 def _tensor(outputs: Any) -> Tensor:

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -177,7 +177,11 @@ class AttentionAgain:
                     raise ExplicitDropoutError(f"its {role} projection is not called, and no `inputs` say what it sees")
                 self.x[role] = self.turned(call.arguments[attention.inputs[number]])
         self.roles = roles
-        self.pairs: Pairs = attention.pairs(attention, call.arguments, self.x["query"], self.x["key"])
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """What the call says of tokens and pairs, for what depends on it: the rule may not understand its mask."""
+        return self.attention.pairs(self.attention, self.call.arguments, self.x["query"], self.x["key"])
 
     def turned(self, x: Tensor) -> Tensor:
         """A tensor of the call with its samples in front of its tokens; of such a one, as the call has it."""

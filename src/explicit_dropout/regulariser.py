@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Literal, Never
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from explicit_dropout import checks, kernels
 from explicit_dropout.attached import LayerLevel, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
+from explicit_dropout.hooks.calls import in_transform
 from explicit_dropout.hooks.collector import MOST_FORWARDS, Term
 from explicit_dropout.hooks.plan import Plan
 from explicit_dropout.hooks.taps import Padding, Tap, check_padding
@@ -28,8 +30,8 @@ from explicit_dropout.refusals import (
     refuse_silent,
     refuse_unknown,
 )
-from explicit_dropout.selection import select
-from explicit_dropout.sites import COMPONENTS, Layer, Site, projection_of
+from explicit_dropout.selection import select, still_random
+from explicit_dropout.sites import COMPONENTS, Layer, Site, projection_of, unclaimed, unclaimed_line
 from explicit_dropout.strengths import Strength
 from explicit_dropout.table import heads, shape, table
 from explicit_dropout.weights import column_norms, is_sharded, modules_under_fsdp, sharded_energy
@@ -94,6 +96,7 @@ class ExplicitDropout(LayerLevel):
         given = (query, key, query_key, value, attended_value, feed_forward)
         self.model = model = uncompiled(model)
         selection = select(model, noise, dict(zip(COMPONENTS, given, strict=True)), layers)
+        self._unclaimed = unclaimed_line(unclaimed(model, selection.layers))
         self.reading = reading
         self.noise = noise if isinstance(noise, Noise) else dict(noise)
         self.reduction = reduction or ("sample" if reading == "paper" else "token")
@@ -101,7 +104,7 @@ class ExplicitDropout(LayerLevel):
         self.sites: list[Site] = selection.sites
         self._laws, self._schedules = selection.laws, selection.schedules
         self._places: list[Place] = []
-        self._sharding_known = False
+        self._sharding_known = self._known_frozen = False
         for site in self.sites:
             check_exact(site, self._laws[site.component], reading)
         self._by_name = {site.name: site for site in self.sites}
@@ -148,7 +151,22 @@ class ExplicitDropout(LayerLevel):
         shares: list[Share] = []
         for terms, counted in firings(forwards, self.reduction):
             shares += self._shares(terms, counted, strengths[terms[0].site])
-        return self._total.of(shares)
+        penalty = self._total.of(shares)
+        if not (penalty.requires_grad or self._known_frozen) and any(strengths.values()):
+            self._warn_if_frozen()
+        return penalty
+
+    def _warn_if_frozen(self) -> None:
+        """Of a penalty without gradient, once: it is a constant beside the loss."""
+        if not torch.is_grad_enabled() or in_transform():
+            return
+        self._known_frozen = True
+        warnings.warn(
+            f"no parameter of {type(self.model).__name__} that learns moves this penalty: all regularised layers are "
+            "frozen, with what comes before them. It changes nothing.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     def _shares(self, terms: list[Term], counted: int | Tensor, strength: float) -> list[Share]:
         """What one firing of a site adds, over all forward passes as one batch of so many tokens or samples."""
@@ -215,7 +233,10 @@ class ExplicitDropout(LayerLevel):
         ]
         if self._removed:
             lines.append("Removed: nothing is attached any more.")
-        return "\n".join(lines + self.silenced.lines(self.model))
+        else:
+            lines += [*self.silenced.lines(self.model), *still_random(self.model)]
+            lines += [self._unclaimed] if self._unclaimed else []
+        return "\n".join(lines)
 
     def _law_names(self) -> str:
         if isinstance(self.noise, Noise):

@@ -92,3 +92,36 @@ class Silenced(list[tuple[Dropout, float]]):
         return [
             f"Stochastic dropout switched off at {len(places)} places until remove(): {', '.join(places[:4])}{more}"
         ]
+
+
+def still_random(model: nn.Module) -> list[str]:
+    """What to say in a summary of dropout that no penalty has switched off."""
+    rates: dict[str, float] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            rates[path] = module.p
+        elif isinstance(module, nn.MultiheadAttention):
+            rates[path] = module.dropout
+        else:
+            rates[path] = (drop_path_rate(module) or ("", 0.0))[1]
+    places = [f"{path or '(model)'} ({rate:g})" for path, rate in rates.items() if rate]
+    if not places:
+        return []
+    more = f", … ({len(places)} places)" if len(places) > 4 else ""
+    return [f"Still random: {', '.join(places[:4])}{more}; convert_dropout replaces such dropout by penalties, too."]
+
+
+def is_drop_path(module: nn.Module) -> bool:
+    """Whether a module is one of stochastic depth, by the name of its class."""
+    return type(module).__name__.endswith(("DropPath", "StochasticDepth"))
+
+
+def drop_path_rate(module: nn.Module) -> tuple[str, float] | None:
+    """The rate of a module of stochastic depth, and the name it is kept under; None if it is none, or draws nothing."""
+    if not is_drop_path(module):
+        return None
+    for name in ("drop_prob", "p"):
+        rate = getattr(module, name, None)
+        if isinstance(rate, float | int):
+            return (name, float(rate)) if rate else None
+    return None

@@ -8,7 +8,7 @@ the class's bases wins, and a generic rule tries the usual names on whatever is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -164,10 +164,11 @@ def every_pair(attention: Attention, call: Call, x: Tensor, context: Tensor) -> 
     del x, context
     for name, given in call.items():
         if _hides(attention, name, given):
+            others = "use value or feed_forward here" if attention.value.called else "leave this layer out by layers="
             raise InputError(
                 name,
                 f"understood: no rule says what it means to {type(attention.module).__name__}; give its rule a "
-                "`pairs` (@xd.register_rule, xd.Pairs), or use value or feed_forward here",
+                f"`pairs` (@xd.register_rule, xd.Pairs), or {others}",
                 f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given),
             )
     return Pairs(causal=attention.causal)
@@ -210,6 +211,7 @@ class Attention:
         weights_obstacle: what to do so that A can be had, where `weights` is None.
         refused: components whose penalty cannot be exact here under any law, each with the reason.
         dropouts: the stochastic dropout that acts inside.
+        unconfirmed: what a trial has found that speaks against the roles that names give to the projections.
     """
 
     module: nn.Module
@@ -231,6 +233,7 @@ class Attention:
     weights_obstacle: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     dropouts: tuple[Dropout, ...] = ()
+    unconfirmed: str | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -388,6 +391,54 @@ def _place(item: Described) -> tuple[nn.Module, nn.Module]:
 def find_sites(model: nn.Module) -> list[Site]:
     """Every site of the model where a penalty can be attached, without attaching anything."""
     return [site for layer in find_layers(model) for site in sites_of(layer)]
+
+
+@dataclass(frozen=True)
+class Unclaimed:
+    """A linear layer that no rule claims, in a block like those whose layers are claimed."""
+
+    path: str
+    width: int
+    out: int
+
+
+def unclaimed(model: nn.Module, layers: Iterable[Layer] | None = None) -> list[Unclaimed]:
+    """Linear layers that look like attention or a feed-forward network, inside or beside blocks of which rules know.
+
+    layers: those that rules have found, if they are known already. Nothing is said of embeddings, heads, routers.
+    """
+    from explicit_dropout.adapters import places
+
+    found = find_layers(model) if layers is None else layers
+    return [Unclaimed(*row) for row in places.left_over(model, [layer.described for layer in found])]
+
+
+def unclaimed_line(found: Iterable[Unclaimed], most: int = 8) -> str | None:
+    """One line about layers that no rule claims, those of one shape together; None where there are none."""
+    shapes: dict[str, list[str]] = {}
+    for layer in found:
+        shapes.setdefault(f"{layer.width} → {layer.out}", []).append(layer.path)
+    if not shapes:
+        return None
+    told, room = [], most
+    for shape, paths in shapes.items():
+        told += [", ".join(paths[:room]) + (", …" if len(paths) > room else "") + f" ({shape})"]
+        room = max(room - len(paths), 1)
+    return f"No rule claims: {', '.join(told)}. No penalty acts there: leave it so, or use @xd.register_rule."
+
+
+def told_once(reasons: Mapping[str, str]) -> list[tuple[list[str], str]]:
+    """The reasons of sites, by their names, each once: with the components that it would have left out together."""
+    same: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        component = name.rpartition(":")[2]
+        same.setdefault(re.sub(rf"(Leave (out )?){component}\b", r"\1\0", reason), []).append(name)
+    told = []
+    for reason, names in same.items():
+        components = [*dict.fromkeys(name.rpartition(":")[2] for name in names)]
+        joined = " and ".join(filter(None, (", ".join(components[:-1]), components[-1])))
+        told.append((names, reason.replace("\0", joined)))
+    return told
 
 
 def sites_of(layer: Layer) -> Iterator[Site]:

@@ -259,6 +259,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """`torch.nn.functional.dropout` with its random numbers from `uniform`."""
     if has_torch_function_unary(input):
         return handle_torch_function(dropout, (input,), input, p, training)
+    if training and p == 1:
+        return input * 0.0  # as torch has it, where nothing is left to divide
     return _rescaled(input, uniform(input.shape, input.device) < p, p) if training and p > 0 else input
 
 

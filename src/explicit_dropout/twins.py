@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from explicit_dropout import checks
 from explicit_dropout.attached import LayerLevel, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
+from explicit_dropout.hooks.calls import in_transform
 from explicit_dropout.hooks.collector import Term
 from explicit_dropout.hooks.dice import Interception, Others
 from explicit_dropout.hooks.draws import Kind
@@ -23,6 +24,7 @@ from explicit_dropout.hooks.total import Share
 from explicit_dropout.hooks.twins import EnterHook, LeaveHook, Twin
 from explicit_dropout.hooks.widths import Width
 from explicit_dropout.refusals import chunk_of, no_forward, refuse_second, refuse_unknown
+from explicit_dropout.selection import drop_path_rate, is_drop_path
 from explicit_dropout.sites import Dropout
 from explicit_dropout.strengths import Schedule, by_layer
 from explicit_dropout.table import table
@@ -68,7 +70,7 @@ class DropoutTwins(LayerLevel):
 
     def _attach(self, padding: Padding, width: Width, others: Others) -> LeaveHook:
         model, collector = self.model, self._collector
-        dice = Interception(model, others)
+        dice = Interception(model, collector, others)
         plan = Plan(collector, model)
         entering = EnterHook(collector, dice)
         off = [kind for kind, schedule in self._schedules.items() if schedule.is_off]
@@ -124,7 +126,7 @@ class DropoutTwins(LayerLevel):
                 "are 0, the modules that draw are in eval mode, or their kinds are switched off. Build it with rates "
                 "above 0, or attach xd.ExplicitDropout, which needs none."
             )
-        learns = torch._C._are_functorch_transforms_active() or any(share.energies.requires_grad for share in shares)
+        learns = in_transform() or any(share.energies.requires_grad for share in shares)
         if not learns and any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CollectionError(
                 f"no parameter of {type(self.model).__name__} moves this penalty: it drops from what it is given, and "
@@ -134,6 +136,12 @@ class DropoutTwins(LayerLevel):
 
     def _kind(self, term: Term) -> Kind:
         return self._leave.found[term.site].component
+
+    def remove(self) -> None:
+        """Take every hook off and give the model its dice back, after a pass that was interrupted, too."""
+        if hasattr(self, "_leave"):
+            self._leave.abandon()
+        super().remove()
 
     def _schedule(self, site: Twin) -> Schedule:
         return self._schedules[site.component]
@@ -196,22 +204,6 @@ def convert_dropout(
         model, strength, linear=linear, attention_weights=attention_weights, drop_head=drop_head, hidden=hidden,
         drop_path=drop_path, padding=padding, width=width, others=others, **unknown,
     )  # fmt: skip
-
-
-def is_drop_path(module: nn.Module) -> bool:
-    """Whether a module is one of stochastic depth, by the name of its class."""
-    return type(module).__name__.endswith(("DropPath", "StochasticDepth"))
-
-
-def drop_path_rate(module: nn.Module) -> tuple[str, float] | None:
-    """The rate of a module of stochastic depth, and the name it is kept under; None if it is none, or draws nothing."""
-    if not is_drop_path(module):
-        return None
-    for name in ("drop_prob", "p"):
-        rate = getattr(module, name, None)
-        if isinstance(rate, float | int):
-            return (name, float(rate)) if rate else None
-    return None
 
 
 def _of_kind(kind: str, strength: float | Schedule) -> Schedule:

@@ -4,8 +4,8 @@ Names do not tell everything: how rows of a fused projection are laid out, what 
 projection, whether a position is rotated by a plain function. So a copy of the module, in eval mode, is given random
 tokens, and what it attends to is compared with the softmax that its description stands for. Where another way to read
 the module explains it (another order of rows, causal or not), that one is taken, and doubts that names have raised are
-settled; where none does, what depends on it is refused. A module that cannot be tried, since its call wants more than
-tokens, is taken at its word.
+settled; where none does, what depends on it is refused, in words that name the cause where a reading that no name asks
+for explains the call. A module that cannot be tried, since its call wants more than tokens, is taken at its word.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout.sites import SCORES, Attention, Projection
+from explicit_dropout.adapters.generic import SCALES
+from explicit_dropout.sites import COMPONENTS, SCORES, Attention, Projection
 
 TOKENS = (20, 3)
 """How many a call is given: more than there are in most windows, or few for a module that cannot take as many."""
 CLOSE = 1e-3
 """So far may what is attended to be from what is expected, relative to its norm."""
+ROLES = ("query", "key", "value")
 TOKENS_BY_NAME = re.compile(r"(x|hidden|inputs?|context|memory|source|encoder|quer|key|val|[qkv]$|kv|tokens?|states?)")
 OTHERS_BY_NAME = re.compile(r"mask|bias|pos|freq|cos|sin|rope|cache|past|len|size|shape|step|layer|height|width|index")
 
@@ -50,16 +53,16 @@ def tried(attention: Attention, doubts: Mapping[str, bool]) -> Attention:
     doubts: reasons to refuse scores that are none where a reading explains the call, some only if that one is causal.
     """
     trial = Trial(attention)
-    tokens = next((number for number in TOKENS if trial.call(number) is not None), None)
-    if tokens is None:
+    seen = next((seen for number in TOKENS if (seen := trial.call(number)) is not None), None)
+    if seen is None:
         return tried_on_grid(attention)
     for output in outputs(attention):
-        going_on = Trial(output).call(tokens)
+        going_on = seen if output is attention else Trial(output).call(len(seen.attended))
         for reading in readings(output):
             if going_on is not None and explains(reading, going_on):
                 return settled(reading, doubts)
     single = trial.call(1)
-    return attention if single is None else replace(attention, refused={**not_seen(trial, single), **attention.refused})
+    return attention if single is None else contradicted(trial, seen, single)
 
 
 def settled(attention: Attention, doubts: Mapping[str, bool]) -> Attention:
@@ -134,20 +137,96 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool((found - expected).norm() <= CLOSE * expected.norm() + 1e-9)
 
 
-def not_seen(trial: Trial, single: Seen) -> dict[str, str]:
-    """What depends on how no reading explains the module, by a call with one token: that attends to itself alone."""
+def contradicted(trial: Trial, seen: Seen, single: Seen) -> Attention:
+    """With what depends on how no reading explains the module refused, by a call with one token, which sees itself."""
     attention, name = trial.attention, type(trial.attention.module).__name__
-    scores = f"on trial {name} does not attend by softmax(scale · Q Kᵀ) of its heads, as its names say"
-    refused = dict.fromkeys(() if attention.obstacle else SCORES, scores)
-    values = heads_of(attention, single, attention.value).transpose(0, 1).flatten(1)
-    if close(single.attended, values):
-        return refused
-    place = "the output projection" if attention.output is not None else "its output"
-    refused["attended_value"] = f"on trial something acts between the values of {name} and {place}"
-    fused = len({part.module for part in attention.projections}) < len(attention.projections)
-    if fused and not trial.values_alone_matter():
-        refused["value"] = f"on trial the rows of {name} that look like values are not"
-    return refused
+    found = explanation(attention, seen)
+    scores = tried_words(attention, found)
+    refused, unconfirmed = dict.fromkeys(() if attention.obstacle else SCORES, scores), None
+    if not close(single.attended, heads_of(attention, single, attention.value).transpose(0, 1).flatten(1)):
+        place = "the output projection" if attention.output is not None else "its output"
+        between = f"something acts between the values of {name} and {place}"
+        refused["attended_value"] = f"tried with a random token, {between}"
+        role, fused = trial.role_of_values(), is_fused(attention)
+        values = (
+            f"the rows of {name} that look like values" if fused else f"{name}'s {name_of(attention.value, attention)}"
+        )
+        if found is not None and not same_place(found.value, attention.value):
+            unconfirmed, role = scores, "none"
+        elif role != "all":
+            shown = "has nothing to do with {}" if role == "none" else "cannot be shown to be made of {} alone"
+            unconfirmed = f"tried with a random token, what goes to {place} {shown.format(values)}"
+        if unconfirmed is not None and (fused or role == "none"):
+            refused = dict.fromkeys(COMPONENTS[:5], unconfirmed)
+    return replace(attention, refused={**refused, **attention.refused}, unconfirmed=unconfirmed)
+
+
+def explanation(attention: Attention, seen: Seen) -> Attention | None:
+    """A reading that explains a call though no name asks for it: another usual scale, or other roles. To be told."""
+    width = attention.query.shape[0] // attention.heads
+    scales = [attention.scale, None, 1.0, 1 / width, attention.query.shape[0] ** -0.5, width**0.5]
+    causal = [attention.causal] if attention.cross else [False, True]
+    alike = len({part.shape[0] for part in attention.projections}) == 1
+    for layout in filter(None, (attention, head_by_head(attention))):
+        orders = itertools.permutations(layout.projections) if alike else [layout.projections]
+        for (query, key, value), scale, hides in itertools.product(orders, scales, causal):
+            reading = replace(layout, query=query, key=key, value=value, scale=scale, causal=hides)
+            if explains(reading, seen):
+                return reading
+    return None
+
+
+def tried_words(attention: Attention, found: Attention | None) -> str:
+    """What a trial has shown instead of what names suggest, and what to do about it if that is known."""
+    name = f"tried with random tokens, {type(attention.module).__name__}"
+    grouped = f" ({attention.key_heads} for keys)" if attention.key_heads else ""
+    heads = f"{attention.heads} heads of {attention.query.shape[0] // attention.heads}{grouped}"
+    said = f"{formula(attention)} with {heads}, which its attribute names suggest"
+    if found is None:
+        return f"{name} does not compute {said}. Another scale, head layout or order of q, k, v may be the reason"
+    layout = rows_of(attention, found)
+    order = [role for part in layout.projections for role in ROLES if same_place(getattr(found, role), part)]
+    if order != [*ROLES]:
+        parts = [f"the {place} part of its fused layer" for place in ("first", "second", "third")]
+        if not is_fused(attention):
+            parts = [name_of(part, attention) for part in attention.projections]
+        uses = ", ".join(f"{part} for {role}" for part, role in zip(parts, order, strict=True))
+        return f"{name} does not use its projections as their names suggest, but {uses}"
+    scale = next((name for name in SCALES if getattr(attention.module, name, None) is not None), SCALES[-1])
+    return (
+        f"{name} computes {formula(found)}, not {said}. If it is to do so, let its attribute `{scale}` be "
+        f"{found.score_scale:g}, which is read"
+    )
+
+
+def rows_of(attention: Attention, found: Attention) -> Attention:
+    """The layout, of the two that a fused layer may have, that a reading is an order of."""
+    layout = head_by_head(attention)
+    places = [part.rows for part in found.projections]
+    return layout if layout is not None and all(part.rows in places for part in layout.projections) else attention
+
+
+def formula(attention: Attention) -> str:
+    """What attention computes, with the scale that it has."""
+    width, scale = attention.query.shape[0] // attention.heads, attention.score_scale
+    known = {f"q kᵀ / √{width}": width**-0.5, "q kᵀ": 1.0, f"q kᵀ / {width}": 1 / width}
+    scores = next((text for text, usual in known.items() if math.isclose(usual, scale)), f"{scale:g} q kᵀ")
+    return f"{'causal ' if attention.causal else ''}softmax({scores}) v"
+
+
+def is_fused(attention: Attention) -> bool:
+    """Whether one layer makes two of query, key and value."""
+    return len({part.module for part in attention.projections}) < len(attention.projections)
+
+
+def same_place(one: Projection, other: Projection) -> bool:
+    return one.module is other.module and one.rows == other.rows
+
+
+def name_of(projection: Projection, attention: Attention) -> str:
+    """The name of a projection inside its module."""
+    names: dict[nn.Module, str] = {child: name for name, child in attention.module.named_modules()}
+    return names[projection.module]
 
 
 class Trial:
@@ -190,15 +269,23 @@ class Trial:
         self.factor = min((2 / spread) ** 0.5, 100.0)  # so that weights differ
         return self._call(tokens, gradients)
 
-    def values_alone_matter(self) -> bool:
-        """Whether a token that attends to itself alone moves with its values and with no other row of a fused layer."""
-        seen = self.call(1, gradients=True)
-        if seen is None:
-            return False
-        output = seen.outputs[self.attention.value.module]
-        (gradient,) = torch.autograd.grad(seen.attended.square().sum(), output, materialize_grads=True)
-        values = self.attention.value.of(gradient).norm()
-        return bool((gradient.norm() ** 2 - values**2).clamp(min=0).sqrt() <= CLOSE * values) and bool(values > 0)
+    def role_of_values(self) -> Literal["all", "some", "none", "unknown"]:
+        """How much what a token that sees itself alone attends to is made of its values, of all that is projected."""
+        with torch.inference_mode(False), torch.enable_grad():
+            seen = self.call(1, gradients=True)
+            if seen is None or not all(x.requires_grad for x in (seen.attended, *seen.outputs.values())):
+                return "unknown"
+            outputs = seen.outputs
+            anywhere = torch.randn(seen.attended.shape, generator=torch.Generator().manual_seed(1)).to(seen.attended)
+            moved = (seen.attended * anywhere).sum()  # and not its square, which a normalisation leaves as it is
+            gradients = torch.autograd.grad(moved, [*outputs.values()], materialize_grads=True)
+        found = dict(zip(outputs, gradients, strict=True))
+        values = self.attention.value.of(found[self.attention.value.module]).norm()
+        every = torch.stack([gradient.square().sum() for gradient in found.values()]).sum()
+        rest = (every - values.square()).clamp(min=0).sqrt()
+        if values <= CLOSE * rest or not values > 0:
+            return "none"
+        return "all" if rest <= CLOSE * values else "some"
 
     def _call(self, tokens: int, gradients: bool) -> Seen | None:
         attention, given = self.attention, self._tokens(tokens)
@@ -216,7 +303,7 @@ class Trial:
             handles.append(output.register_forward_pre_hook(lambda _m, args: attended.extend(args[:1])))
         try:
             with quietly(given[0].device, gradients):
-                result = module(*given)
+                result = module(*(x.requires_grad_(gradients).clone() for x in given))
         except Exception:  # it wants something else
             return None
         finally:

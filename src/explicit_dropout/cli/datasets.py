@@ -18,6 +18,8 @@ from explicit_dropout.lab import config
 from explicit_dropout.lab.data import SOURCES, Dataset, Source, data_root, load, missing, source
 from explicit_dropout.lab.data.material import relative
 
+NO_FOLDER = "there is no such folder, so only what is built in is here"
+
 
 def data(
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[NAME]")] = None,
@@ -34,7 +36,11 @@ def data(
 
     A dataset that is named is read, and divided as a run would divide it.
 
-    Ends with 1 if a check fails, with 2 if files are missing or damaged.
+    Exit status:
+      0 fine
+      1 a check failed
+      2 the command could not be carried out: what is named, or the folder that
+        --root names, is not there or damaged
 
     Try:
       explicit-dropout data
@@ -55,8 +61,11 @@ def data(
     """
     place = data_root(root)
     if name is None:
-        if download:
-            raise InputError("--download", "together with the name of a dataset", "no name")
+        for option, given in (("download", download), ("folder", folder), ("size", size), ("split", split)):
+            if given:
+                raise InputError(f"--{option}", "given together with the name of a dataset", "no name")
+        if root is not None and not place.is_dir():  # the default may well be made later, by a download
+            raise InputError("--root", "a folder that exists", place)
         return _check_all(place, json) if check else _list(place, json)
     wanted = source(name)
     if download:
@@ -87,7 +96,7 @@ def _list(root: Path, as_json: bool) -> int:
         print_plainly(json_format.dumps({"root": str(root), "datasets": rows}, indent=2))
         return FINE
     out = console()
-    out.print(f"[bold]Data root[/] {escape(str(root))}" + ("" if root.is_dir() else " [dim](not there)[/]"))
+    out.print(f"[bold]Data root[/] {escape(str(root))}" + ("" if root.is_dir() else f": {NO_FOLDER}"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("name", no_wrap=True)
     table.add_column("here", no_wrap=True)
@@ -128,7 +137,8 @@ def _check_all(root: Path, as_json: bool) -> int:
     else:
         bad = [name for name, result in results.items() if result["official"] is False]
         verdict = f"[bold red]not as published:[/] {', '.join(bad)}" if bad else "[bold green]nothing wrong[/]"
-        out.print(f"{len(results)} of {len(SOURCES)} datasets are here; {verdict}")
+        folder = "" if root.is_dir() else f" (data root {escape(str(root))}: {NO_FOLDER})"
+        out.print(f"{len(results)} of {len(SOURCES)} datasets are here{folder}; {verdict}")
     return FAILED if any(result["official"] is False for result in results.values()) else FINE
 
 

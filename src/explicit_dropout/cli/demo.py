@@ -13,6 +13,7 @@ from explicit_dropout.cli.output import console, plural
 from explicit_dropout.cli.reporting import show
 from explicit_dropout.cli.sweep_display import Display
 from explicit_dropout.cli.sweeping import complain_of
+from explicit_dropout.lab import estimate
 from explicit_dropout.lab import sweep as sweeps
 from explicit_dropout.lab.config import Execution
 from explicit_dropout.lab.demonstration import experiment
@@ -46,14 +47,13 @@ def demo(
 
 def carry_out(planned: Experiment, output: Path, engine: EngineName, device: str) -> int:
     """An experiment from the first run to the report."""
-    out, store = console(), Store(output / "results")
+    out, store, execution = console(), Store(output / "results"), Execution(device=device)
+    estimate.device_name(execution)  # a device that is not there is told once, not by every run
     plan = sweeps.plan(planned.runs, store)
     out.print(f"{escape(planned.title)}: {plural(len(planned.rows), 'row')}, {plural(len(planned.runs), 'training')}.")
     display = Display(plan, store, out)
     with display:
-        result = sweeps.sweep(
-            [planned], store, choose(engine, Options()), Execution(device=device), on_event=display.on_event
-        )
+        result = sweeps.sweep([planned], store, choose(engine, Options()), execution, on_event=display.on_event)
     if result.failed:
         complain_of(result, out_of=len(plan.todo))
         return FAILED

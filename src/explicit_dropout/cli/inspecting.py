@@ -16,7 +16,7 @@ from explicit_dropout.cli.models import load, unmatched
 from explicit_dropout.cli.output import common_prefix, console, fitted, plural, print_plainly, shortened
 from explicit_dropout.noise import inverted, paper
 from explicit_dropout.perturbation import refusal
-from explicit_dropout.sites import Site, find_sites
+from explicit_dropout.sites import Attention, Site, Unclaimed, find_sites, told_once, unclaimed, unclaimed_line
 from explicit_dropout.table import heads, shape
 
 
@@ -48,8 +48,9 @@ def inspect(
     if not sites:
         raise unmatched(example.model)
     laws = {site.name: exact_under(site) for site in sites}
+    left = unclaimed(example.model, {site.source: None for site in sites})
     if json:
-        print_plainly(as_json(model, example.model, sites, laws))
+        print_plainly(as_json(model, example.model, sites, laws, left))
         return FINE
     out = console()
     parameters = sum(p.numel() for p in example.model.parameters())
@@ -66,8 +67,13 @@ def inspect(
             out.print(f"[dim]modules are inside {escape(prefix.rstrip('.'))}[/]")
         table = as_table(sites, prefix, laws)
         out.print(fitted(table, out.width, name="module", expendable=("heads", "exact", "in → out", "layer")))
-    for reason in dict.fromkeys(reason for mark, reason in laws.values() if mark != "any"):
+    for _, reason in told_once({name: reason for name, (mark, reason) in laws.items() if mark != "any"}):
         out.print(f"[dim]{escape(reason)}[/]")
+    for place, reason in unconfirmed(sites).items():
+        if not any(reason in told for _, told in laws.values()):
+            out.print(f"[yellow]not confirmed[/] {escape(place or 'the model')}: [dim]{escape(reason)}[/]")
+    if line := unclaimed_line(left):
+        out.print(f"[yellow]{escape(line)}[/]")
     return FINE
 
 
@@ -79,6 +85,14 @@ def exact_under(site: Site) -> tuple[str, str]:
     if refusal(site, paper(0.2)) is None:
         return "v = 0", f"v = 0: {reason}"
     return "none", f"none: {reason}"
+
+
+def unconfirmed(sites: list[Site]) -> dict[str, str]:
+    """What trials have found that speaks against the names of attention at these sites, by its path."""
+    described = {site.source.path: site.source.described for site in sites}
+    return {
+        path: item.unconfirmed for path, item in described.items() if isinstance(item, Attention) and item.unconfirmed
+    }
 
 
 def as_table(sites: list[Site], prefix: str, laws: dict[str, tuple[str, str]]) -> Table:
@@ -128,7 +142,9 @@ def as_tree(model: nn.Module, sites: list[Site], laws: dict[str, tuple[str, str]
     return root
 
 
-def as_json(spec: str, model: nn.Module, sites: list[Site], laws: dict[str, tuple[str, str]]) -> str:
+def as_json(
+    spec: str, model: nn.Module, sites: list[Site], laws: dict[str, tuple[str, str]], left: list[Unclaimed]
+) -> str:
     rows: list[dict[str, Any]] = [
         {
             "name": site.name,
@@ -145,5 +161,8 @@ def as_json(spec: str, model: nn.Module, sites: list[Site], laws: dict[str, tupl
         for site in sites
     ]
     parameters = sum(p.numel() for p in model.parameters())
-    found = {"model": spec, "class": type(model).__name__, "parameters": parameters, "sites": rows}
+    beside = [{"module": layer.path, "in": layer.width, "out": layer.out} for layer in left]
+    found = {
+        "model": spec, "class": type(model).__name__, "parameters": parameters, "sites": rows, "unclaimed": beside,
+    }  # fmt: skip
     return json.dumps(found, indent=2)

@@ -26,6 +26,8 @@ FORMS = """one of
   torch:CONSTRUCTOR(ARGUMENTS)      'torch:TransformerEncoderLayer(32, 4)'
   MODULE:CALLABLE, FILE:…           my.models:build   my_model.py:build
 where a callable returns a model, or a model and its inputs"""
+LISTED = 8
+"""Callables of a module that an error names."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def _timm(name: str, settings: dict[str, Any], batch: int, tokens: int) -> Examp
     del tokens
     timm = _imported("timm", "timm")
     if not timm.is_model(name):
-        raise InputError("timm:NAME", "a model of timm" + _like(name, timm.list_models()), repr(name))
+        near = _like(name, timm.list_models()) or "; timm.list_models() has their names"
+        raise InputError("timm:NAME", f"a model of timm{near}", repr(name))
     model = _built(timm.create_model, name, pretrained=False, **settings)
     channels, height, width = timm.data.resolve_model_data_config(model)["input_size"]
     embedding = getattr(model, "patch_embed", None)
@@ -219,8 +222,8 @@ def _construct(node: ast.expr, extra: Mapping[str, Any]) -> Any:
     if name not in known:
         raise InputError("torch:…", f"a class of torch.nn{_like(name, known)}", name)
     arguments = [_construct(argument, {}) for argument in node.args]
-    keywords = {str(keyword.arg): _construct(keyword.value, {}) for keyword in node.keywords}
-    return _built(known[name], *arguments, **keywords, **extra)
+    keywords: dict[str, Any] = {str(keyword.arg): _construct(keyword.value, {}) for keyword in node.keywords}
+    return _built(known[name], *arguments, **{**keywords, **extra})
 
 
 def _torch_inputs(model: nn.Module, batch: int, tokens: int) -> Example:
@@ -253,8 +256,7 @@ def _callable(source: str, name: str, settings: dict[str, Any]) -> Example:
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is None:
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError("MODEL", f"a callable of {source}: {', '.join(known[:8]) or 'it has none'}", name)
+        raise InputError("MODEL", f"a callable of {source}: {_listed(name, _offered(module))}", name)
     made = found if isinstance(found, nn.Module) else _called(found, settings) if callable(found) else found
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -284,22 +286,54 @@ def _module(source: str) -> types.ModuleType:
             raise InputError("MODEL", "a Python file that exists, before the colon", source)
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
+        _import_from(path.resolve().parent)
         spec.loader.exec_module(module)
         return module
-    sys.path.insert(0, "")
+    _import_from(Path.cwd())
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         if error.name and source.startswith(error.name):
             raise InputError("MODEL", FORMS, f"{source!r}, and there is no module {error.name!r}") from error
         raise
-    finally:
-        sys.path.remove("")
+
+
+def _import_from(folder: Path) -> None:
+    """Let neighbours be imported, as in `python FILE.py` and `python -m MODULE`.
+
+    For the rest of the process, as there: a function may import a neighbour only when it builds the model, and a model
+    only when it runs.
+    """
+    if sys.path[:1] != [str(folder)]:
+        sys.path.insert(0, str(folder))
+
+
+def _offered(module: types.ModuleType) -> list[str]:
+    """The callables of a module by name, functions first.
+
+    Of a file only its own: what it imports are its tools. A package imports in `__init__` what it offers.
+    """
+    public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+    if hasattr(module, "__path__"):
+        return list(public)
+    own = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
+    return sorted(own, key=lambda name: not inspect.isroutine(public[name]))
+
+
+def _listed(name: str, known: list[str]) -> str:
+    """Some names, and whether there are more; the one that was meant, if that can be guessed."""
+    if not known:
+        return "it has none"
+    shown = [*known[:LISTED], *(["…"] if len(known) > LISTED else [])]
+    close = difflib.get_close_matches(name, known, 1)
+    return ", ".join(shown) + "".join(f"; closest: {one}" for one in close)
 
 
 def _like(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 3)
-    return f", such as {', '.join(close)}" if close else ""
+    """Up to three names that may have been meant: those that go on where it ends, else those that resemble it."""
+    names = list(known)
+    close = [one for one in names if name and one.startswith(name)] or difflib.get_close_matches(name, names, 3)
+    return f", such as {', '.join(close[:3])}" if close else ""
 
 
 def _built(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,17 +9,32 @@ from explicit_dropout.errors import ExplicitDropoutError, InputError
 from explicit_dropout.sites import COMPONENTS
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from explicit_dropout.cli.verifying import Result
 
 
-def draw(results: list[Result], title: str, path: Path) -> None:
+def check_file(path: Path) -> None:
+    """Refuse a file that could not be written, before anything is computed for it."""
+    if not path.parent.is_dir():
+        raise InputError("--plot", "a file in a folder that exists", path)
+    if path.is_dir() or path.suffix.lower().lstrip(".") not in _figure().canvas.get_supported_filetypes():
+        raise InputError("--plot", "a file name that ends in .png, .pdf or .svg", path)
+
+
+def _figure() -> Figure:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ExplicitDropoutError("a plot needs matplotlib:  pip install 'explicit-dropout[lab]'") from error
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(results: list[Result], title: str, path: Path) -> None:
+    figure = _figure()
     left, right = figure.subplots(1, 2)
     colours = {component: f"C{number}" for number, component in enumerate(COMPONENTS)}
     for component in COMPONENTS:
@@ -56,6 +71,4 @@ def draw(results: list[Result], title: str, path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize="medium")
-    if path.suffix.lstrip(".") not in canvas.get_supported_filetypes():
-        raise InputError("--plot", "a file name that ends in .png, .pdf or .svg", path)
     figure.savefig(path, dpi=150)

@@ -14,6 +14,8 @@ from explicit_dropout.errors import InputError
 from explicit_dropout.lab.experiment import Experiment, load_experiments
 from explicit_dropout.lab.report import Report, build, console_table, results_table, write_report
 from explicit_dropout.lab.report.datasets import warnings
+from explicit_dropout.lab.report.formats import WIDE
+from explicit_dropout.lab.report.legend import legend
 from explicit_dropout.lab.report.page import Live, findings
 from explicit_dropout.lab.report.serving import LiveReport, Server
 from explicit_dropout.lab.store import Store
@@ -74,8 +76,11 @@ def show(made: Report) -> None:
         out.print(fitted(table, out.width, name="row", expendable=("runs", "p (Holm)", "n", "paper", "to base")))
         for sentence in warnings(part):
             out.print(f"[bold yellow]{escape(sentence)}[/]")
-        for sentence in findings(part.analysis):
+        for sentence in findings(part.analysis, intervals=out.width >= WIDE):
             out.print(f"[dim]{escape(sentence)}[/]")
+        out.print()
+        for row, words in legend(part.analysis):
+            out.print(f"[dim]{escape(row)}: {escape(words)}[/]")
         out.print()
     for problem in made.problems:
         out.print(f"[bold yellow]{escape(problem)}[/]")

@@ -55,7 +55,11 @@ def sweep(
 
     Started several times on one store, on any machines, they share the work.
 
-    Exit status: 0 all finished, 1 a run failed, 2 bad input, 130 stopped.
+    Exit status:
+      0 all runs are finished
+      1 a run failed
+      2 the command could not be carried out
+      130 stopped
 
     Try:
       explicit-dropout sweep experiments/digits.py --dry-run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,14 +15,16 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from explicit_dropout.cli import FAILED, FINE
+from explicit_dropout.cli.inspecting import unconfirmed
 from explicit_dropout.cli.models import load, unmatched
 from explicit_dropout.cli.output import common_prefix, console, fitted, plural, shortened
+from explicit_dropout.cli.plotting import check_file, draw
 from explicit_dropout.errors import ExplicitDropoutError, InputError
 from explicit_dropout.noise import Noise, bernoulli, gaussian, inverted, paper
-from explicit_dropout.perturbation import Record, closed_forms, measure, record, sites_by_layer, steady
+from explicit_dropout.perturbation import Record, closed_forms, measure, record, refusal, sites_by_layer, steady
 from explicit_dropout.sampling import Estimate
-from explicit_dropout.sites import COMPONENTS, Component, Site
-from explicit_dropout.testing import Failure, misdescribed
+from explicit_dropout.sites import COMPONENTS, Component, Site, told_once, unclaimed, unclaimed_line
+from explicit_dropout.testing import Failure, Report, misdescribed
 
 DEVIATIONS = 4.5
 """Standard errors beyond which a site disagrees: by chance, one site in 150 000."""
@@ -55,6 +57,20 @@ class Result:
         return abs(self.closed - mean) <= DEVIATIONS * error + small
 
 
+@dataclass
+class Findings:
+    """All that is found about the sites of a model, and by which dice."""
+
+    law: Noise
+    samples: int
+    seed: int
+    results: list[Result] = field(default_factory=list)
+    wrong: list[Failure] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    unconfirmed: dict[str, str] = field(default_factory=dict)
+
+
 def verify(
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")],
     /,
@@ -73,7 +89,9 @@ def verify(
 
     Masks multiply the input of the real projection; its real output moves.
 
-    Exit status: 0 all sites agree, 1 one does not, 2 the command makes no sense.
+    Exit status: 0 all sites agree, 1 one does not, 2 it cannot be carried out.
+
+    Status 1, too, where a module is not what its names say.
 
     Try:
       explicit-dropout verify timm:vit_tiny_patch16_224 --layers 0 11
@@ -93,47 +111,63 @@ def verify(
         plot: Draw the comparison into this file (.png, .pdf, .svg).
         set: Argument of the model or of its configuration, such as depth=2.
     """
-    if plot is not None and not plot.parent.is_dir():
-        raise InputError("--plot", "a file in a folder that exists", plot)
-    for option, given in (("--samples", samples), ("--batch", batch), ("--tokens", tokens)):
-        if given < (least := FEWEST if option == "--samples" else 1):
-            raise InputError(option, f"at least {least}", given)
-    try:
-        law = LAWS[noise](rate)
-    except InputError as error:  # by the name that the option has here
-        raise InputError("--rate", error.expected, rate) from None
+    law = _checked(noise, rate, samples, batch, tokens, plot)
     example = load(model, set, batch=batch, tokens=tokens, seed=seed)
     inputs, keywords = example.call()
     places = sites_by_layer(example.model)
     if not places:
         raise unmatched(example.model)
     sites = _chosen([site for _, found in places for site in found], components, layers)
+    found = Findings(law, samples, seed)
     out = console()
     out.print(f"[bold]{type(example.model).__name__}[/], {_described(law, rate)}: {plural(len(sites), 'site')}")
-    terms, refused = closed_forms(example.model, law, sites, inputs, keywords)
-    results: list[Result] = []
-    wrong: list[Failure] = []
+    terms, found.refused = closed_forms(example.model, law, sites, inputs, keywords)
     if terms:
         taken = record(example.model, [layer for layer, _ in places], inputs, keywords)
-        results = _measured([s for s in sites if s.name in terms], terms, taken, law, samples, seed, example.model)
+        _measure([site for site in sites if site.name in terms], terms, taken, example.model, found)
         prefix = common_prefix(sites)
         if prefix:
             out.print(f"[dim]modules are inside {escape(prefix.rstrip('.'))}[/]")
-        table = as_table(results, prefix)
+        table = as_table(found.results, prefix)
         out.print(fitted(table, out.width, name="module", expendable=("drawn", "closed", "layer")))
-        wrong, _ = misdescribed(example.model, list({site.source: None for site in sites}), taken)
-        for failure in wrong:
-            out.print(f"[bold red]wrong rule[/] {escape(str(failure))}")
-    for reason in dict.fromkeys(refused.values()):
-        names = [name for name, given in refused.items() if given == reason]
-        such = f"{plural(len(names), 'site')}, such as {escape(names[0])}"
-        out.print(f"[yellow]not exact[/] {such}: [dim]{escape(reason)}[/]")
-    if plot is not None and results:
-        from explicit_dropout.cli.plotting import draw
-
-        draw(results, f"{model}, {_described(law, rate)}", plot)
+        shown = Report([site.name for site in sites])
+        found.wrong = misdescribed(example.model, list({site.source: None for site in sites}), taken, shown)
+    found.unconfirmed = unconfirmed(sites)
+    _tell(found)
+    if line := unclaimed_line(unclaimed(example.model, [layer for layer, _ in places])):
+        out.print(f"[yellow]{escape(line)}[/]")
+    if plot is not None and found.results:
+        draw(found.results, f"{model}, {_described(law, rate)}", plot)
         out.print(f"plot written to {escape(str(plot))}")
-    return _verdict(results, wrong, law, samples, len(refused))
+    return _verdict(found, [site for site in sites if refusal(site, law) is not None])
+
+
+def _checked(noise: str, rate: float, samples: int, batch: int, tokens: int, plot: Path | None) -> Noise:
+    """The law, once it is clear that everything else can be done, too."""
+    if plot is not None:
+        check_file(plot)
+    for option, given in (("--samples", samples), ("--batch", batch), ("--tokens", tokens)):
+        if given < (least := FEWEST if option == "--samples" else 1):
+            raise InputError(option, f"at least {least}", given)
+    try:
+        return LAWS[noise](rate)
+    except InputError as error:  # by the name that the option has here
+        raise InputError("--rate", error.expected, rate) from None
+
+
+def _tell(found: Findings) -> None:
+    """What was not checked, and what is not as it is said to be, each with its reason."""
+    out = console()
+    for failure in found.wrong:
+        out.print(f"[bold red]wrong rule[/] {escape(str(failure))}")
+    for place, reason in found.unconfirmed.items():
+        out.print(f"[bold red]not confirmed[/] {escape(place or 'the model')}: [dim]{escape(reason)}[/]")
+    said = tuple(found.unconfirmed.values())
+    refused = {name: reason for name, reason in found.refused.items() if not said or not reason.startswith(said)}
+    for mark, reasons in (("not exact", refused), ("not checked", found.unmeasured)):
+        for names, reason in told_once(reasons):
+            such = f"{plural(len(names), 'site')}, such as {escape(names[0])}"
+            out.print(f"[yellow]{mark}[/] {such}: [dim]{escape(reason)}[/]")
 
 
 def _described(law: Noise, rate: float) -> str:
@@ -152,22 +186,19 @@ def _chosen(sites: list[Site], components: tuple[Component, ...], layers: tuple[
     return wanted
 
 
-def _measured(
-    sites: list[Site], terms: dict[str, Tensor], taken: Record, law: Noise, samples: int, seed: int, model: nn.Module
-) -> list[Result]:
-    generator = torch.Generator().manual_seed(seed)
-    results = []
+def _measure(sites: list[Site], terms: dict[str, Tensor], taken: Record, model: nn.Module, found: Findings) -> None:
+    generator = torch.Generator().manual_seed(found.seed)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), transient=True) as progress, steady(model):
-        task = progress.add_task("drawing masks", total=len(sites) * (samples if law.variance else 1))
+        task = progress.add_task("drawing masks", total=len(sites) * (found.samples if found.law.variance else 1))
+        tick = partial(progress.advance, task)
         for site in sites:
             try:
-                calls = taken.of(site.source)
-                drawn = measure(site, calls, law, samples, generator=generator, tick=partial(progress.advance, task))
+                drawn = measure(site, taken.of(site.source), found.law, found.samples, generator=generator, tick=tick)
             except ExplicitDropoutError as error:
-                raise ExplicitDropoutError(f"{site.name}: {error}") from error
-            results.append(Result(site, float(terms[site.name]), drawn))
-    return results
+                found.unmeasured[site.name] = str(error)
+                continue
+            found.results.append(Result(site, float(terms[site.name]), drawn))
 
 
 def as_table(results: list[Result], prefix: str) -> Table:
@@ -199,12 +230,12 @@ def _relative(result: Result) -> str:
     return f"{abs(result.closed - mean) / max(abs(mean), 1e-30):.0e}"
 
 
-def _verdict(results: list[Result], misread: list[Failure], law: Noise, samples: int, refused: int) -> int:
-    out = console()
-    left = f"; {plural(refused, 'site')} not exact under this law" if refused else ""
-    if not results:
-        out.print(f"[bold red]Nothing to check[/]{left}. Try --noise paper.")
-        return FAILED
+def _verdict(found: Findings, refused: list[Site]) -> int:
+    """What it all comes to. refused: the sites that have no penalty under the law, whatever the call."""
+    out, results, law = console(), found.results, found.law
+    in_this_call = len(found.refused) - len(refused)
+    left = f"; {plural(len(refused), 'site')} not exact under this law" if refused else ""
+    left += f"; {plural(in_this_call, 'site')} not exact in this call" if in_this_call else ""
     wrong = [result for result in results if not result.agrees]
     if wrong:
         out.print(
@@ -212,15 +243,28 @@ def _verdict(results: list[Result], misread: list[Failure], law: Noise, samples:
             f"{escape(wrong[0].site.name)}{left}. Is its rule right? explicit_dropout.testing.check_rule tells."
         )
         return FAILED
-    if misread:
-        places = {failure.site.partition(":")[0] for failure in misread}
+    if found.wrong:
+        places = {failure.site.partition(":")[0] for failure in found.wrong}
         out.print(
             f"[bold red]{plural(len(places), 'module')} described wrongly[/]: penalties there mean something else."
         )
         return FAILED
+    if found.unconfirmed:
+        out.print(
+            f"[bold red]{plural(len(found.unconfirmed), 'module')} not confirmed[/] to be what the names say{left}. "
+            "Describe what is by @xd.register_rule (docs: Add a model family)."
+        )
+        return FAILED
+    if found.unmeasured:
+        name, reason = next(iter(found.unmeasured.items()))
+        raise ExplicitDropoutError(f"{plural(len(found.unmeasured), 'site')} could not be checked: {name}: {reason}")
+    if not results:
+        way_out = " Try --noise paper." if law.variance and refused else ""
+        out.print(f"[bold red]Nothing to check[/]{left}.{way_out}")
+        return FAILED
     deviations = [abs(d) for result in results if (d := result.deviation) is not None]
     how = (
-        f"with {samples} masks each, the farthest {max(deviations):.1f} standard errors away"
+        f"with {found.samples} masks each, the farthest {max(deviations):.1f} standard errors away"
         if deviations
         else f"within {TOLERANCE:g} of the one mask that {law.law} has"
     )

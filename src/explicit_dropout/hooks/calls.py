@@ -76,6 +76,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_transform() -> bool:
+    """Whether torch.func runs this: vmap, grad and the like."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def is_checkpointing() -> bool:
     """Whether activation checkpointing runs this, of either kind."""
     if torch.compiler.is_compiling():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
 from explicit_dropout.hooks.calls import calls_itself, in_backward
-from explicit_dropout.hooks.told import Lengths, Masks, Said, Samples, Told, Unpadded, is_pretrained
+from explicit_dropout.hooks.told import Known, Lengths, Masks, Said, Samples, Told, Unpadded, is_pretrained
 from explicit_dropout.weights import modules_under_fsdp
 
 MOST_FORWARDS = 64
@@ -167,6 +167,7 @@ class Collector:
         self.sharded = False  # whether weights are gathered for each layer's call and taken away after it
         self.held: dict[str, Tensor | None] = {}  # the weights of the model itself, by site
         self.lengths: dict[str, Lengths] = {}  # of sequences of sound, by the model that shortens them
+        self.steps = 0  # of optimisers, since passes wait
         self.networks: list[Any] = []  # what is known of activations, each told when a pass begins
         self.compiled = Slot()
         self.threads = Threads()
@@ -195,6 +196,10 @@ class Collector:
         slot = self.slot()
         return self.compiled.unpadded if slot.padding is None else slot.unpadded
 
+    def known(self) -> Known:
+        """All of this, as it stands: calls to come put new mappings in the places of these."""
+        return Known(self.padding(), self.unpadded(), self.slot().samples)
+
     def tell(self, part: str, padding: Masks, samples: int | None, unpadded: Unpadded = ()) -> None:
         """A model inside the model is called: what it knows of padding, and its samples."""
         slot = self.slot()
@@ -217,7 +222,8 @@ class Collector:
             raise CollectionError(
                 f"{MOST_FORWARDS} forward passes in train mode wait for a call of the regulariser, and each keeps its "
                 "graph alive; their terms are dropped now. Call the regulariser once for every backward pass, run "
-                "passes that are not trained on in eval mode or under torch.no_grad(), discard() them, or remove() it."
+                "passes that are not trained on in eval mode or under torch.no_grad(), discard() them, or remove() it. "
+                "With the Trainer of transformers use ExplicitDropoutTrainer, with Lightning ExplicitDropoutCallback."
             )
         else:
             self.compiled.begin(call)  # for layers that are compiled one by one
@@ -266,8 +272,13 @@ class Collector:
         self.own().abandon()
         self.compiled.abandon()
 
+    def is_waiting(self) -> bool:
+        """Whether there are complete forward passes of this thread, or of compiled code."""
+        return any(slot.complete.previous is not None for slot in (self.compiled, self.threads.slot))
+
     def take(self) -> list[list[Term]]:
         """The terms of all complete forward passes of this thread, oldest first, and forget them."""
+        self.steps = 0
         return self.compiled.take() + self.own().take()
 
     def __deepcopy__(self, memo: object) -> Collector:

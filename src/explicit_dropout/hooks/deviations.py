@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from explicit_dropout import functional, kernels
 from explicit_dropout.functional.batch import without_autocast
+from explicit_dropout.hooks.calls import in_transform
 from explicit_dropout.hooks.draws import AttentionParts
 from explicit_dropout.kernels.plain import wide
 from explicit_dropout.noise import Noise
@@ -61,7 +62,7 @@ def fused_attention(parts: AttentionParts, noise: Noise, mask: Tensor | None) ->
                 energies = kernels.weights_spread(values, queries, keys, heads, float(scale), causal)
             return 0.5 * noise.variance * energies.sum()
     small = queries.shape[:-1].numel() * keys.shape[-2] <= SMALL
-    if small or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if small or torch.compiler.is_compiling() or in_transform():
         return _weight_energy(*parts, mask, noise)
     made: Tensor = checkpoint(_weight_energy, *parts, mask, noise, use_reentrant=False, preserve_rng_state=False)
     return made

@@ -8,7 +8,7 @@ Inside a training forward pass of the whole model each call of a dropout functio
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Literal
 
@@ -18,12 +18,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from explicit_dropout.errors import UnsupportedSiteError
 from explicit_dropout.hooks.calls import is_checkpointing
-from explicit_dropout.hooks.draws import Draw, Use, Weighed
+from explicit_dropout.hooks.collector import Collector
+from explicit_dropout.hooks.draws import AttentionParts, Draw, Use, Weighed
 from explicit_dropout.hooks.fused import attention_parts, multihead_parts
 from explicit_dropout.hooks.torch_functions import (
+    ADDING,
     ATTENTION,
     DROPOUTS,
     HEADS,
+    LOOKS,
     MULTIHEAD,
     RANDOM,
     SAME,
@@ -43,9 +46,9 @@ Others = Literal["refuse", "keep"]
 class Interception(TorchFunctionMode):
     """Turns dropout off while it is entered, and notes the draws of a training pass."""
 
-    def __init__(self, model: nn.Module, others: Others) -> None:
+    def __init__(self, model: nn.Module, collector: Collector, others: Others) -> None:
         super().__init__()
-        self.others = others
+        self.collector, self.others = collector, others
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.rates = {rate for module in model.modules() for rate in vars(module).values() if type(rate) is float}
         """Numbers that modules have, rates of dropout among them: a compiler may take those for variables."""
@@ -98,9 +101,15 @@ class Interception(TorchFunctionMode):
         if func in RANDOM and self.others == "refuse":
             self._refuse(func, args, given)
         result = self._using(func, args, given) if self.dropped else func(*args, **given)
-        if self.collecting and (func in SOFTMAX or (func in WEIGHING and any(map(self._is_weights, args)))):
+        if self.collecting and (func in SOFTMAX or self._keeps_weights(func, args)):
             self.weights.append(result)
         return result
+
+    def _keeps_weights(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a function makes attention weights of some: in another form, masked, or with a constant added."""
+        if func in ADDING:
+            return self._is_weights(args[0]) and not any(isinstance(other, Tensor) for other in args[1:])
+        return func in WEIGHING and any(map(self._is_weights, args))
 
     def _is_weights(self, tensor: object) -> bool:
         return any(tensor is found for found in self.weights[-8:])
@@ -116,15 +125,15 @@ class Interception(TorchFunctionMode):
             return self._using(func, args, kwargs)
         self._note_uses(args, kwargs, None)
         in_place = bool(call.get("inplace", False))
-        if not self._counts():
+        if not self.counts():
             return x if in_place else x.clone()
-        self._check(path, rate)
+        self.check(path, rate)
         facts: dict[str, Any] = {"weights": self._is_weights(x)}
         if func in TIED:
             facts |= {"kind": "hidden", "axis": channels_of(func, x)}
         elif func is HEADS:
             facts = {"kind": "drop_head", "weights": True}
-        draw = Draw.of(path, rate, x, in_place=in_place, **facts)
+        draw = Draw.of(path, rate, self.collector.known(), x, in_place=in_place, **facts)
         self.draws.append(draw)
         self._mark(draw.passed, draw)
         return draw.passed
@@ -135,6 +144,7 @@ class Interception(TorchFunctionMode):
             for rate in self.rates:
                 if given == rate:
                     return rate
+            return given  # one that has come since: compiled for any value of it
         return float(given)
 
     def _attention(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -144,9 +154,9 @@ class Interception(TorchFunctionMode):
         path = self.here() if rate else None
         if path is None:
             return ATTENTION(*args, **kwargs)
-        if self._counts():
-            self._check(path, rate)
-            self.draws.append(Weighed(path, rate, lambda: attention_parts(call), tuple(tensors_in((), call))))
+        if self.counts():
+            self.check(path, rate)
+            self._weighed(path, rate, lambda: attention_parts(call), call)
         return ATTENTION(**{**call, "dropout_p": 0.0})
 
     def _multihead(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -156,21 +166,24 @@ class Interception(TorchFunctionMode):
         path = self.here() if rate and call["training"] else None
         if path is None:
             return MULTIHEAD(*args, **kwargs)
-        if self._counts():
-            self._check(path, rate)
+        if self.counts():
+            self.check(path, rate)
             if call["bias_k"] is not None or call["add_zero_attn"] or call["static_k"] is not None:
                 raise UnsupportedSiteError(
                     f"{path}: bias_k, add_zero_attn and static keys append to what is attended, and the twin of its "
                     "dropout does not know them. Build the module without them, or with dropout=0."
                 )
-            self.draws.append(Weighed(path, rate, lambda: multihead_parts(call), tuple(tensors_in((), call))))
+            self._weighed(path, rate, lambda: multihead_parts(call), call)
         return MULTIHEAD(**{**call, "dropout_p": 0.0})
 
-    def _counts(self) -> bool:
+    def _weighed(self, path: str, rate: float, parts: Callable[[], AttentionParts], call: Mapping[str, Any]) -> None:
+        self.draws.append(Weighed(path, rate, self.collector.known(), parts, tuple(tensors_in((), call))))
+
+    def counts(self) -> bool:
         """Whether a draw has a twin: not where the model itself runs a part without gradients, such as a teacher."""
         return self.collecting and (torch.is_grad_enabled() or is_checkpointing())
 
-    def _check(self, path: str, rate: float) -> None:
+    def check(self, path: str, rate: float) -> None:
         where = path or "the model"
         if rate >= 1:
             raise UnsupportedSiteError(f"{where}: dropout at rate {rate:g} leaves nothing, and has no expectation.")
@@ -182,7 +195,7 @@ class Interception(TorchFunctionMode):
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         call = kwargs if "training" in kwargs else dict(zip(("input", "p", "training"), args, strict=False))
-        if func in SWITCHED and call.get("training") is False:
+        if func in SWITCHED and (call.get("training") is False or call.get("p") == 0):
             return
         name, path = getattr(func, "__name__", str(func)), self.here()
         if path is None:
@@ -197,8 +210,11 @@ class Interception(TorchFunctionMode):
     def here(self) -> str | None:
         """The path of the innermost module of the model that is running; None if none is: a pass was interrupted.
 
-        Compiled code has no frames to look at, and knows the innermost model or layer of torch.nn alone.
+        Compiled code has no frames to look at, and knows the innermost model or layer of torch.nn alone. Nor is any
+        after `remove`, which cannot take this off where somebody else's mode lies on top.
         """
+        if self.collector.inert:
+            return None
         if torch.compiler.is_compiling():
             return self.places[-1] if self.places else ""
         frame: FrameType | None = sys._getframe(1)  # not this one: what it holds would hold it, as garbage does
@@ -220,14 +236,19 @@ class Interception(TorchFunctionMode):
         nothing_done = func in SAME or func in DROPOUTS  # which come here only where they draw nothing
         if first is not None and nothing_done and result.shape[-1:] == args[0].shape[-1:]:
             self._mark(result, first)
-        elif func is Tensor.__setitem__ or any(made.requires_grad for made in tensors_in((result,), {})):
+            return result
+        made = list(tensors_in((result,), {}))
+        if func is Tensor.__setitem__ or any(item.requires_grad for item in made):
             self._note_uses(args, kwargs, func)  # and not what only looks at it
+        elif func not in LOOKS and any(item.dtype.is_floating_point for item in made):
+            self._note_uses(args, kwargs, func, frozen=True)
         return result
 
-    def _note_uses(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], func: Any) -> None:
+    def _note_uses(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], func: Any, *, frozen: bool = False) -> None:
+        """frozen: only of tensors that nothing which learns has made, and whose uses do not show by gradients."""
         for item in tensors_in(args, kwargs):
             draw = self._of(item)
-            if draw is not None:
+            if draw is not None and not (frozen and item.requires_grad):
                 draw.uses.append(use_of(item, func, args, kwargs))
 
     def _mark(self, tensor: Tensor, draw: Draw) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from explicit_dropout.errors import UnsupportedSiteError
+from explicit_dropout.hooks.told import Known
 
 Kind = Literal["linear", "attention_weights", "drop_head", "hidden", "drop_path"]
 AttentionParts = tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float | None]
@@ -28,6 +29,8 @@ class Use:
     other: Tensor | None = None
     """The weight of a linear layer, or the values that attention weights are multiplied with."""
     versions: Versions = ()
+    masks: bool = False
+    """Whether something that is learnt is multiplied with what nothing learns: ones, mostly."""
 
     def __post_init__(self) -> None:
         self.versions = versions(self.x, self.other)
@@ -44,6 +47,8 @@ class Draw:
 
     path: str
     rate: float
+    told: Known
+    """What was known of padding and of samples."""
     x: Tensor
     passed: Tensor
     kind: Kind | None = None
@@ -61,10 +66,10 @@ class Draw:
         self.versions = versions(self.x, self.passed)
 
     @classmethod
-    def of(cls, path: str, rate: float, x: Tensor, *, in_place: bool = False, **facts: Any) -> Draw:
+    def of(cls, path: str, rate: float, told: Known, x: Tensor, *, in_place: bool = False, **facts: Any) -> Draw:
         """A draw whose result is a tensor of its own, as that of dropout is, unless it is asked to be none."""
         kept = x.clone() if in_place or torch.compiler.is_compiling() else x  # versions cannot be read there
-        return cls(path, rate, kept, x if in_place else x.clone(), **facts)
+        return cls(path, rate, told, kept, x if in_place else x.clone(), **facts)
 
     @property
     def untouched(self) -> bool:
@@ -89,6 +94,7 @@ class Weighed:
 
     path: str
     rate: float
+    told: Known
     call: Callable[[], AttentionParts]
     tensors: tuple[Tensor, ...]
     """What these are made of."""
@@ -106,12 +112,22 @@ def kind_of(draw: Draw | Weighed) -> Kind:
     """Where a draw is measured: at the one linear map that its result goes to, or else at the result itself."""
     if isinstance(draw, Weighed):
         return "attention_weights"
+    if draw.weights:
+        return "drop_head" if draw.kind == "drop_head" else "attention_weights"
+    if draw.kind:
+        return draw.kind
     alone = sole_use(draw)
-    if alone == "linear" and draw.weights and draw.passed.ndim == 2:
-        alone = "attention_weights"  # of one sample and head
-    if alone == "attention_weights" and not draw.weights and draw.uses[0].x is not None and draw.uses[0].x.ndim == 3:
+    if alone == "attention_weights" and draw.uses[0].x is not None and draw.uses[0].x.ndim == 3:
         alone = None  # a stack of matrices, of experts perhaps
-    return draw.kind or alone or "hidden"
+    return alone or "hidden"
+
+
+def is_product(draw: Draw) -> bool:
+    """Whether attention weights are multiplied with values, and nothing else is done with them."""
+    if draw.axis is not None:
+        return False  # whole channels of them
+    alone = sole_use(draw)
+    return alone == "attention_weights" or (alone == "linear" and draw.weights and draw.passed.ndim == 2)  # of one head
 
 
 def sole_use(draw: Draw) -> Kind | None:

@@ -15,11 +15,18 @@ from explicit_dropout.kernels.plain import wide
 
 
 def attention_parts(call: Mapping[str, Any]) -> AttentionParts:
-    """What F.scaled_dot_product_attention is given, with a head of keys and values for each of queries."""
-    q, k, v = call["query"], call["key"], call["value"]
-    shared = q.shape[-3] // k.shape[-3] if call["enable_gqa"] else 1
-    keys, values = (t if shared == 1 else t.repeat_interleave(shared, -3) for t in (k, v))
-    return q, keys, values, call["attn_mask"], call["is_causal"], call["scale"]
+    """What F.scaled_dot_product_attention is given, with keys and values for each head and sample of queries."""
+    sides = [call["query"], call["key"], call["value"]]
+    if call["enable_gqa"]:
+        heads = sides[0].shape[-3]
+        sides = [t if t.shape[-3] == heads else t.repeat_interleave(heads // t.shape[-3], -3) for t in sides]
+    if all(t.ndim == 2 for t in sides):
+        sides = [t[None, None] for t in sides]
+    if any(t.shape[:-2] != sides[0].shape[:-2] for t in sides):
+        lead = torch.broadcast_shapes(*(t.shape[:-2] for t in sides))  # type: ignore[no-untyped-call]
+        sides = [t.expand(*lead, *t.shape[-2:]) for t in sides]
+    queries, keys, values = sides
+    return queries, keys, values, call["attn_mask"], call["is_causal"], call["scale"]
 
 
 def multihead_parts(call: Mapping[str, Any]) -> AttentionParts:

@@ -9,11 +9,11 @@ from torch import nn
 
 from explicit_dropout.adapters.torch_nn import layer_padding
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import argument_names, named_call
+from explicit_dropout.hooks.calls import argument_names, in_backward, named_call
 from explicit_dropout.hooks.collector import Collector
 from explicit_dropout.hooks.dice import Interception
 from explicit_dropout.hooks.draws import Draw
-from explicit_dropout.hooks.tokens import PADDING
+from explicit_dropout.hooks.tokens import LAYER_STREAMS, PADDING
 from explicit_dropout.hooks.twins import EnterHook, TwinHook
 
 
@@ -52,14 +52,20 @@ class LayerMaskHook(TwinHook):
         if self.collector.inert or not self.collector.slot().open:
             return
         call = named_call(self.names, args, kwargs)
-        given = [name for name in PADDING if call.get(name) is not None]
-        mask = layer_padding({given[0]: call[given[0]]}) if len(given) == 1 else None
-        masks = {key: known for key, known in self.collector.padding().items() if key[0] == self.path}
-        if mask is not None and not self.batch_first and mask.ndim == 2:
-            masks |= {(self.path, "layer"): mask.mT, (self.path, "turned"): mask}
-        elif mask is not None:
-            masks[self.path, "layer"] = mask
-        self.collector.tell(self.path, masks, None)
+        told = {name: call.get(name) for name in PADDING if name in self.names}
+        masks, unpadded, _ = self.collector.known()
+        masks = {key: mask for key, mask in masks.items() if key[0] == self.path and key[1] not in LAYER_STREAMS}
+        without = [key for key in unpadded if key[0] == self.path and key[1] not in LAYER_STREAMS]
+        for name, given in told.items():
+            stream = PADDING[name] if len(told) > 1 else "layer"
+            mask = layer_padding({name: given})
+            if mask is None:
+                without += [(self.path, stream)] if stream != "layer" or PADDING[name] == "target" else []
+            elif self.batch_first or mask.ndim != 2:
+                masks[self.path, stream] = mask
+            else:
+                masks |= {(self.path, stream): mask.mT, (self.path, "turned"): mask}
+        self.collector.tell(self.path, masks, None, tuple(without))
 
 
 class GuardHook(TwinHook):
@@ -73,12 +79,26 @@ class GuardHook(TwinHook):
         del args, kwargs
         if self.collector.inert or self.entering.entered or not module.training or torch.compiler.is_compiling():
             return
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or draws_nothing(module):
+            return
+        if in_backward():
             raise CollectionError(
-                f"{self.path} is called in train mode outside of a training pass of the whole model that was "
-                "converted, where its dropout would be random and have no twin. Call the model itself, in train mode, "
-                "or convert the part that you call; or put that part into eval mode."
+                f"{self.path} is run again in the backward pass, by activation checkpointing, where its dropout would "
+                "be random and have no twin. Switch checkpointing off, or build the model with rate 0 and attach "
+                "xd.ExplicitDropout, which knows it."
             )
+        raise CollectionError(
+            f"{self.path} is called in train mode outside of a training pass of the whole model that was converted, "
+            "where its dropout would be random and have no twin. Call the model itself, in train mode, or convert the "
+            "part that you call; or put that part into eval mode."
+        )
+
+
+def draws_nothing(module: nn.Module) -> bool:
+    """Whether a module of dropout or attention has the rate 0."""
+    if isinstance(module, nn.MultiheadAttention):
+        return not module.dropout
+    return isinstance(module, nn.modules.dropout._DropoutNd) and not module.p
 
 
 class DropPathHook(TwinHook):
@@ -90,8 +110,9 @@ class DropPathHook(TwinHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         del args, kwargs
-        if not (module.training and self.dice.collecting) or self.collector.inert:
+        if self.collector.inert or not (module.training and self.dice.counts()):
             return None
-        draw = Draw.of(self.path, self.rate, output, kind="drop_path", rescaled=self.rescaled)
+        self.dice.check(self.path, self.rate)
+        draw = Draw.of(self.path, self.rate, self.collector.known(), output, kind="drop_path", rescaled=self.rescaled)
         self.dice.draws.append(draw)
         return draw.passed

@@ -16,6 +16,7 @@ from explicit_dropout.hooks.attention import AttendedHook, AttentionHook, Square
 from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, RootBefore, failed
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.loss_level import ArgumentsReached, InputReached, LeaveAttention
+from explicit_dropout.hooks.steps import watch_steps
 from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap
 from explicit_dropout.hooks.told import lengths_of
 from explicit_dropout.hooks.twins import LeaveHook
@@ -171,6 +172,7 @@ class Plan:
 
     def register(self, handles: list[RemovableHandle]) -> None:
         """Register everything, leaving a handle of each hook."""
+        handles.append(watch_steps(self.collector, self.model))
         self.hook_after(self.model, RootAfter(self.collector))
         for module, hooks in self.before.items():
             first = module is self.model and bool(module._forward_pre_hooks)

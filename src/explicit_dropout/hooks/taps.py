@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from explicit_dropout import functional, kernels
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
 from explicit_dropout.functional.batch import coherent_part_needed
-from explicit_dropout.hooks.calls import argument_names, in_backward, named_call, only_input, without_function
+from explicit_dropout.hooks.calls import (
+    argument_names,
+    in_backward,
+    in_transform,
+    named_call,
+    only_input,
+    without_function,
+)
 from explicit_dropout.hooks.collector import Chain, Collector, Observed, Term
 from explicit_dropout.hooks.products import lowered_input
 from explicit_dropout.hooks.told import ENCODER, PADDING_ARGUMENTS, marks, shortened, shown, stream_of
@@ -118,7 +125,7 @@ class Tap:
         piece: int = 0,
     ) -> None:
         """Leave a term for the tokens of x that the mask calls real."""
-        if mask is not None and not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        if mask is not None and not (torch.compiler.is_compiling() or in_transform()):
             penalty = None if penalty is None else SameMask.apply(penalty, mask)  # type: ignore[no-untyped-call]
             columns = None if columns is None else SameMask.apply(columns, mask)  # type: ignore[no-untyped-call]
         slot = self.collector.slot()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import argument_names, around, named_call
+from explicit_dropout.hooks.calls import argument_names, around, in_transform, named_call
 from explicit_dropout.sites import visible
 
 PADDING_ARGUMENTS = {
@@ -28,6 +28,8 @@ PADDING_ARGUMENTS = {
 """Arguments of a whole model that mark real tokens, (batch, token): of its first sequence, of its decoder's, of the one
 that cross-attention looks at where the model is given it (`encoder_hidden_states`), otherwise that is the first; and of
 patches of images, where these come in sequences."""
+DOUBTED = 4
+"""So many calls of a model of one's own have their boolean masks looked at; it makes a GPU wait."""
 PATCHES = "patch_valid"
 """The same for models of timm that take sequences of patches, by itself or with them in a mapping."""
 
@@ -41,6 +43,14 @@ Unpadded = tuple[tuple[str, str], ...]
 """The streams of models that take a mask of them and were called without one."""
 Samples = dict[str, int]
 """How many samples models were given, where that is known, by their paths."""
+
+
+class Known(NamedTuple):
+    """What is known of a pass at some moment, by all calls that are under way or over."""
+
+    padding: Masks
+    unpadded: Unpadded
+    samples: Samples
 
 
 class Said(NamedTuple):
@@ -62,6 +72,8 @@ class Told:
             "encoder" in path.split(".") for path, _ in model.named_modules()
         )
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))
+        self.doubted = 0 if is_pretrained(model) else DOUBTED
+        """In how many more calls a boolean mask is looked at: a model of one's own may mean padding by True."""
         own = main_input(model)
         self.inputs = () if own is None else ("input_ids", "inputs_embeds", own)
         """Arguments that have a sample in each row. Others may not: positions can be those of any sample."""
@@ -82,7 +94,7 @@ class Told:
         return Said(
             {(self.owner, stream): mask for stream, mask in found.items()},
             tuple([(self.owner, stream) for stream in missing if stream not in found]),
-            self._samples(call, batch_first),
+            self._samples(call, args, batch_first),
         )
 
     def _masks(self, call: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -92,6 +104,8 @@ class Told:
         for stream, name in PADDING_ARGUMENTS.items():
             mask = real_tokens(call.get(name), alone=alone)
             if mask is not None and (stream != "vision" or call[name].ndim == 2):  # elsewhere it is of pixels
+                if self.doubted and call[name].dtype == torch.bool:
+                    self._refuse_inverted(name, mask)
                 found[stream] = mask
         if "main" in found and not self.has_encoder:
             found["main"] = found["main"][:, cached(call.get("past_key_values")) :]
@@ -102,7 +116,21 @@ class Told:
             found["main"] = found["vision"]  # a model of nothing but images
         return found
 
-    def _samples(self, call: Mapping[str, Any], batch_first: bool) -> int | None:
+    def _refuse_inverted(self, name: str, mask: Tensor) -> None:
+        """In a batch that is padded to its longest sample that one has no padding, so its mask has one value only."""
+        if torch.compiler.is_compiling() or in_transform() or mask.is_meta:
+            return
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self.doubted -= 1
+        if not mask.any(-1).all():
+            raise CollectionError(
+                f"the {name} of the call of {self.owner or 'the model'} marks no token at all of some samples. True "
+                "means a real token there, as in transformers: if it means padding, attach with "
+                "padding=lambda path, x: mask, True for real tokens, or with padding=None to count all tokens."
+            )
+
+    def _samples(self, call: Mapping[str, Any], args: tuple[Any, ...], batch_first: bool) -> int | None:
         """How many samples a model is given, if its first tensor says so: images, vectors or numbers of tokens.
 
         Layers may see them otherwise: as windows of images, or all tokens in one row.
@@ -110,7 +138,7 @@ class Told:
         if not batch_first:
             return None
         named = first_tensor(call.get(name) for name in self.inputs)
-        first = first_tensor(call.values()) if named is None else named
+        first = first_tensor((*call.values(), *args)) if named is None else named  # (*args has no names)
         if first is None:
             return None
         of_tokens = first.ndim == 2 and not first.is_floating_point()

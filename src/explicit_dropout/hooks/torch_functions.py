@@ -20,7 +20,7 @@ HEADS = stochastic.drop_heads
 ATTENTION = F.scaled_dot_product_attention
 MULTIHEAD = F.multi_head_attention_forward
 PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
-SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 SAME = (
     Tensor.view, Tensor.reshape, Tensor.contiguous, Tensor.to, Tensor.type_as, Tensor.flatten, Tensor.unflatten,
     Tensor.float, Tensor.half, Tensor.bfloat16, torch.reshape, torch.flatten, torch.unflatten,
@@ -29,9 +29,15 @@ SAME = (
 WEIGHING = (
     *SAME, Tensor.masked_fill, torch.masked_fill, Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div,
     torch.div, Tensor.__truediv__, torch.where, Tensor.where, Tensor.clamp, torch.clamp, Tensor.clamp_min,
-    torch.clamp_min, Tensor.nan_to_num, torch.nan_to_num,
+    torch.clamp_min, Tensor.nan_to_num, torch.nan_to_num, Tensor.double, Tensor.squeeze, torch.squeeze,
+    Tensor.unsqueeze, torch.unsqueeze, Tensor.permute, torch.permute, Tensor.transpose, torch.transpose,
+    Tensor.__getitem__,
 )  # fmt: skip
 """After which attention weights are still some."""
+ADDING = (Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__)
+"""The same, if it is a number that they add."""
+LOOKS = (Tensor.detach, torch.detach)
+MULTIPLYING = (Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_, Tensor.__imul__)
 RANDOM = (
     torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
     torch.normal, torch.bernoulli, torch.multinomial, torch.poisson, torch.rrelu, torch.alpha_dropout,

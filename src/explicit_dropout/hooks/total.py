@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from explicit_dropout import kernels
+from explicit_dropout.hooks.calls import in_transform
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +55,7 @@ class Total:
                 norms = [share.norms for share in group if share.norms is not None]
             lengths = [tensor.shape[-1] if multiplied or weighted else tensor.numel() for tensor in energies]
             weights, units = self._weights(group, lengths, device, dtype, kept)
-            if torch._C._are_functorch_transforms_active():
+            if in_transform():
                 plain = [torch.cat([tensor.reshape(-1) for tensor in energies])]
                 values = _product(_factors(energies, norms) if norms else plain)
                 part = (values * weights).sum()

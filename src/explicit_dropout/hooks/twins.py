@@ -15,7 +15,7 @@ from explicit_dropout.hooks import deviations
 from explicit_dropout.hooks.calls import calls_itself
 from explicit_dropout.hooks.collector import Chain, Collector, Term, failed
 from explicit_dropout.hooks.dice import Interception
-from explicit_dropout.hooks.draws import Draw, Kind, Weighed, kind_of, sole_use
+from explicit_dropout.hooks.draws import Draw, Kind, Weighed, is_product, kind_of
 from explicit_dropout.hooks.generators import Watch
 from explicit_dropout.hooks.taps import Padding
 from explicit_dropout.hooks.tokens import Tokens
@@ -116,15 +116,24 @@ class LeaveHook(TwinHook):
             self.entering.watch.abandon()
             return
         self.entering.watch.end(model)
+        self.tokens.told = [*(draw.told for draw in draws), self.collector.known()]
         names: dict[str, int] = {}
         for draw in draws:
             kind = kind_of(draw)
             name = f"{draw.path or '(model)'}:{kind}"
             names[name] = names.get(name, 0) + 1
             name = name if names[name] == 1 else f"{name} {names[name]}"
-            self.found.setdefault(name, Twin(draw.path, kind, draw.rate, name))
+            if name not in self.found or self.found[name].rate != draw.rate:  # which models may change
+                self.found[name] = Twin(draw.path, kind, draw.rate, name)
             if kind not in self.off:
                 self._add(model, name, kind, draw)
+        self.tokens.told = []
+
+    def abandon(self) -> None:
+        """Of a pass that was interrupted, by Ctrl-C perhaps, which calls no hooks: give the dice back."""
+        if self.entering.entered:
+            self.dice.leave()
+            self.entering.entered = False
 
     def _add(self, model: nn.Module, name: str, kind: Kind, draw: Draw | Weighed) -> None:
         try:
@@ -139,15 +148,20 @@ class LeaveHook(TwinHook):
         if isinstance(draw, Weighed):
             return self._weighed(model, draw)
         noise = inverted(draw.rate) if draw.rescaled else bernoulli(draw.rate)
-        if kind == "attention_weights" or (kind == "drop_head" and sole_use(draw) == "attention_weights"):
-            return self._at_product(model, kind, draw, noise)
-        if draw.weights:
+        if draw.weights and not is_product(draw):
             raise _unknown_product(draw) if draw.untouched else _changed(draw)
+        if kind in ("attention_weights", "drop_head"):
+            return self._at_product(model, kind, draw, noise)
+        if any(use.masks for use in draw.uses):
+            raise UnsupportedSiteError(
+                f"{draw.path or 'the model'} drops from a constant and multiplies something with the result: a mask "
+                "that is shared (locked or variational dropout), which has no twin here. Build it with rate 0."
+            )
         x = draw.clean()
         x = x if x.ndim > 1 else x[None]
         axis = self.widths.axis(draw, x)
         x = x if axis == x.ndim - 1 else x.movedim(axis, -1)
-        mask = self.tokens.mask(model, draw.path, x)
+        mask = self.tokens.mask(model, draw, x)
         if kind == "linear":
             weight = draw.uses[0].other
             if weight is None or draw.uses[0].changed:
@@ -162,10 +176,10 @@ class LeaveHook(TwinHook):
         use = draw.uses[0]
         if use.x is None or use.other is None or use.changed:
             raise _changed(draw)
-        weights, values = (self.tokens.by_sample(model, draw.path, t) for t in (use.x, use.other))
+        weights, values = (self.tokens.by_sample(model, draw, t) for t in (use.x, use.other))
         if weights.ndim == 2:
             weights, values = weights[None, None], values.mT[None, None]  # kept as a weight is
-        mask = self.tokens.rows(model, draw.path, weights)
+        mask = self.tokens.rows(model, draw, weights)
         if kind == "drop_head":
             heads = weights @ values
             by_head = None if mask is None else mask.unsqueeze(-2).expand(heads.shape[:-1])
@@ -179,10 +193,10 @@ class LeaveHook(TwinHook):
             raise _changed(draw)
         queries, keys, values, mask, causal, scale = draw.call()
         if mask is not None and mask.ndim == queries.ndim == 3:
-            mask = self.tokens.by_sample(model, draw.path, mask)
-        queries, keys, values = (self.tokens.by_sample(model, draw.path, t) for t in (queries, keys, values))
+            mask = self.tokens.by_sample(model, draw, mask)
+        queries, keys, values = (self.tokens.by_sample(model, draw, t) for t in (queries, keys, values))
         keys, values = (t.expand(*queries.shape[:-3], *t.shape[-3:]) for t in (keys, values))
-        rows = self.tokens.rows(model, draw.path, queries)
+        rows = self.tokens.rows(model, draw, queries)
         parts = queries, keys, values, mask, causal, scale
         penalty = deviations.fused_attention(parts, inverted(draw.rate), rows)
         return penalty, _number(queries.shape[:-3], queries.shape[-2], rows)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from explicit_dropout.hooks.draws import Use
-from explicit_dropout.hooks.torch_functions import PRODUCTS, bound
+from explicit_dropout.hooks.torch_functions import MULTIPLYING, PRODUCTS, bound
 
 
 def use_of(item: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Use:
@@ -28,7 +28,8 @@ def use_of(item: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
             return Use("linear", item, other.mT) if other.ndim == 2 else _product(item, other)
     if func is torch.einsum:
         return _einsum(item, *args)
-    return Use(None)
+    others = (other for other in args if isinstance(other, Tensor) and other is not item)
+    return Use(None, masks=func in MULTIPLYING and not item.requires_grad and any(x.requires_grad for x in others))
 
 
 def _product(weights: Tensor, values: Tensor) -> Use:

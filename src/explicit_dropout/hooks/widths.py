@@ -36,6 +36,7 @@ class Widths:
     def __init__(self, model: nn.Module, given: Width) -> None:
         self.given = given
         self.channels, self.widths = widths_of(model)
+        self.norms = {module.normalized_shape[-1] for module in model.modules() if isinstance(module, nn.LayerNorm)}
 
     def __getstate__(self) -> dict[str, Any]:
         return without_function(self.__dict__, "given")
@@ -52,6 +53,8 @@ class Widths:
                 raise InputError("width", f"a function that returns an axis of {tuple(x.shape)}", repr(given))
             return given % x.ndim
         known = None if torch.compiler.is_compiling() else axis_by_history(x)
+        if known == 1 and x.shape[-1] in self.norms and x.shape[1] not in self.norms:
+            return x.ndim - 1  # a linear layer over tokens, as mixers have them
         if known is not None:
             return known
         first, last = x.shape[1] in self.channels, x.shape[-1] in self.widths

@@ -35,6 +35,5 @@ def experiment() -> Experiment:
         notes=(
             "300 training images of 8×8 pixels, cut into 16 patches; the rest validates and tests.",
             "λ is chosen on validation images for each row; rows without a penalty have nothing to choose.",
-            "explicit_v+explicit has the paper's moments; [inverted] has the exact ones of torch.nn.Dropout.",
         ),
     )

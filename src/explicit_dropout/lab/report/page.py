@@ -22,6 +22,7 @@ from explicit_dropout.lab.report.curves import DEPTHS, penalty_curves, row_curve
 from explicit_dropout.lab.report.datasets import datasets, divisions, warnings
 from explicit_dropout.lab.report.forest import forest, verdict
 from explicit_dropout.lab.report.heatmaps import views
+from explicit_dropout.lab.report.legend import legend
 from explicit_dropout.lab.report.reading import Part, Record, recorded
 from explicit_dropout.lab.report.svg import element
 from explicit_dropout.lab.report.tables import (
@@ -33,7 +34,7 @@ from explicit_dropout.lab.report.tables import (
     percent,
     results_table,
 )
-from explicit_dropout.lab.statistics import Analysis, edges
+from explicit_dropout.lab.statistics import Analysis, Comparison, edges
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def part_view(part: Part, anchor: str, store: str) -> dict[str, Any]:
         ],
         "results": results,
         "rows": rows,
+        "legend": legend(analysis),
         "paper_only": [name for name in experiment.paper if name not in experiment.rows],
         "forest": forest(analysis),
         "heat": views(analysis),
@@ -168,8 +170,11 @@ def part_view(part: Part, anchor: str, store: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def findings(analysis: Analysis) -> list[str]:
-    """The table in sentences: how far it is, what the baseline has, which rows differ after correction."""
+def findings(analysis: Analysis, *, intervals: bool = True) -> list[str]:
+    """The table in sentences: how far it is, what the baseline has, which rows differ after correction.
+
+    intervals: whether the table that they stand beside has intervals, which may then seem to say something else.
+    """
     said = []
     if not analysis.complete:
         failed = f", {analysis.failed} failed" if analysis.failed else ""
@@ -196,6 +201,19 @@ def findings(analysis: Analysis) -> list[str]:
         others = "one other row" if len(groups[""]) == 1 else f"{len(groups[''])} other rows"
         parts.append(f"{others} cannot be told apart from it")
     said.append(f"{opening}, at the 5\u00a0% level, {'; '.join(parts) or 'no row can be told apart from it'}.")
+    if groups[""]:
+        alike = [row.comparison for row in compared if row.comparison and not verdict(row.comparison)]
+        said.append(caution(alike, corrected=family > 1, intervals=intervals))
+    return said
+
+
+def caution(alike: Sequence[Comparison], *, corrected: bool, intervals: bool) -> str:
+    """What follows where rows cannot be told apart from the baseline: not that they are the same."""
+    few, many = (extreme(comparison.difference.n for comparison in alike) for extreme in (min, max))
+    n = f"{few} pairs of runs" if few == many else f"{few} to {many} pairs of runs"
+    said = f"Rows not told apart need not be equal: with {n}, differences as large as theirs may be real and not show."
+    if corrected and intervals:
+        said += " The intervals are of single comparisons, the p-values are corrected for their number."
     return said
 
 

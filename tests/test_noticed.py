@@ -1,0 +1,202 @@
+"""What a regulariser notices by itself: penalties that reach no loss, frozen layers, masks that say the opposite."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer
+
+import explicit_dropout as xd
+
+X = torch.randn(3, 5, 8)
+PADDING = torch.zeros(3, 5, dtype=torch.bool)
+PADDING[0, 3:] = PADDING[1, 4:] = True
+
+
+def encoder(dropout=0.0):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def attached(model):
+    return xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0, feed_forward=1.0)
+
+
+ATTACHED = {
+    "ExplicitDropout": attached,
+    "twins": lambda model: xd.convert_dropout(model, 1.0),
+    "LossLevelDropout": lambda model: xd.LossLevelDropout(model, xd.inverted(0.2), value=1.0, draws=1),
+}
+
+
+def step(model, optimiser, penalty=None):
+    loss = model(X).square().mean()
+    loss = loss if penalty is None else loss + penalty()
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+
+
+# ---------------------------------------------------------------------------------------------- steps without a penalty
+
+
+@pytest.mark.parametrize("attach", ATTACHED.values(), ids=ATTACHED)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_second_step_without_the_penalty_is_warned_of(attach, fused):
+    model = encoder(0.1)
+    attach(model)
+    optimiser = torch.optim.AdamW(model.parameters(), fused=fused)
+    step(model, optimiser)
+    with pytest.warns(RuntimeWarning, match="AdamW has made 2 steps without a call of the regulariser"):
+        step(model, optimiser)
+    step(model, optimiser)  # once is enough
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_pass_that_an_optimiser_has_overtaken_is_an_error_fused_or_not(fused):
+    model = encoder()
+    reg = attached(model)
+    optimiser = torch.optim.AdamW(model.parameters(), fused=fused)
+    step(model, optimiser)
+    with pytest.raises(xd.CollectionError, match="has made a step since a forward pass"):
+        reg()
+    step(model, optimiser, reg)
+
+
+def test_a_batch_that_is_discarded_is_no_batch_without_a_penalty():
+    model = encoder()
+    reg = attached(model)
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        model(X)
+        reg.discard()
+        optimiser.step()
+        step(model, optimiser, reg)
+
+
+def test_steps_of_another_model_do_not_count():
+    model, other = encoder(), nn.Linear(8, 8)
+    reg = attached(model)
+    optimiser = torch.optim.SGD(other.parameters(), 0.1)
+    hidden = model(X)
+    for _ in range(3):
+        step(other, optimiser)
+    assert (reg() + hidden.mean()).isfinite()
+
+
+def test_after_remove_steps_are_nobodys_business():
+    model = encoder()
+    reg = attached(model)
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    reg.remove()
+    for _ in range(4):
+        step(model, optimiser)
+
+
+def test_a_model_and_its_regulariser_can_be_forgotten():
+    gc.collect()
+    before = len(optimizer._global_optimizer_post_hooks)
+    model = encoder()
+    gone = weakref.ref(model)
+    attached(model)
+    assert len(optimizer._global_optimizer_post_hooks) == before + 1
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(optimizer._global_optimizer_post_hooks) == before
+
+
+# ---------------------------------------------------------------------------------------------- frozen layers
+
+
+def test_a_penalty_that_no_parameter_moves_is_warned_of_once():
+    model = nn.Sequential(encoder(), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    reg = attached(model)
+    model(X)
+    with pytest.warns(RuntimeWarning, match="no parameter of Sequential that learns moves this penalty"):
+        assert reg() > 0
+    model(X)
+    reg()
+
+
+def test_layers_that_are_frozen_in_part_are_no_reason_to_warn():
+    model = encoder()
+    model.layers[0].requires_grad_(False)
+    reg = attached(model)
+    model(X)
+    assert reg().requires_grad
+
+
+def test_schedules_that_begin_at_0_are_no_reason_to_warn():
+    model = encoder().requires_grad_(False)
+    reg = xd.ExplicitDropout(model, xd.inverted(0.2), value=xd.strengths.warm_up(1.0, 10))
+    model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reg() == 0
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+class Own(nn.Module):
+    """A model whose attention_mask means what a test says."""
+
+    def __init__(self, true_is_padding):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.num_heads, self.dropout, self.true_is_padding = 1, nn.Dropout(0.2), true_is_padding
+
+    def forward(self, x, attention_mask=None):
+        padding = attention_mask if self.true_is_padding else ~attention_mask
+        scores = self.query(x) @ self.key(x).mT / 8**0.5
+        weights = scores.masked_fill(padding[:, None], -torch.inf).softmax(-1)
+        return self.out(self.dropout(weights @ self.value(x)).relu())
+
+
+WAYS = {
+    "ExplicitDropout": lambda model: xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0),
+    "twins": ATTACHED["twins"],
+}
+
+
+@pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)
+def test_a_boolean_mask_that_means_padding_is_an_error_where_it_shows(attach):
+    model = Own(true_is_padding=True)
+    attach(model)
+    with pytest.raises(xd.CollectionError, match="marks no token at all of some samples"):
+        model(X, attention_mask=PADDING)
+
+
+@pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)
+def test_a_boolean_mask_of_real_tokens_is_taken(attach):
+    model = Own(true_is_padding=False)
+    reg = attach(model)
+    model(X, attention_mask=~PADDING)
+    found = reg()
+    with torch.no_grad():
+        X[0, 3:] += 5.0
+    model(X, attention_mask=~PADDING)
+    torch.testing.assert_close(reg(), found)
+
+
+# ---------------------------------------------------------------------------------------------- what is still random
+
+
+def test_a_summary_names_the_dropout_that_stays():
+    model = nn.Sequential(nn.Dropout(0.3), encoder(0.1))
+    reg = xd.ExplicitDropout(model, xd.inverted(0.2), feed_forward=1.0)
+    last = reg.summary().splitlines()[-1]
+    assert last.startswith("Still random: 0 (0.3), 1.layers.0.self_attn (0.1), 1.layers.0.dropout1 (0.1)")
+    assert "1.layers.0.dropout (" not in last  # between the layers, where a penalty is
+    assert "7 places" in last
+    reg.remove()
+    assert "Still random" not in reg.summary()
+
+
+def test_a_summary_says_nothing_of_dice_where_there_are_none():
+    assert "random" not in attached(encoder()).summary()
