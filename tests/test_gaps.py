@@ -220,7 +220,7 @@ def test_copies_are_made_under_every_law_under_which_sites_are_exact(monkeypatch
     monkeypatch.setitem(sites._RULES, Attention, rule)
     copied = []
     monkeypatch.setattr(
-        testing, "_copied", lambda _host, law, those: copied.append((law, [site.name for site in those]))
+        testing.copies, "copied", lambda _host, law, those: copied.append((law, [site.name for site in those]))
     )
     report = check(Model(Block()))
     assert [law for law, _ in copied] == [xd.bernoulli(0.2), xd.paper(0.2)]

@@ -20,6 +20,7 @@ from explicit_dropout.weights import acting
 
 Component = Literal["query", "key", "query_key", "value", "attended_value", "feed_forward"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
+OF_ATTENTION: tuple[Component, ...] = tuple(name for name in COMPONENTS if name != "feed_forward")
 SCORES = ("query", "key", "query_key")
 """Those that are measured at the attention scores."""
 

@@ -19,7 +19,7 @@ from explicit_dropout.adapters.generic import (
 from explicit_dropout.adapters.signs import normalised
 from explicit_dropout.errors import UnsupportedSiteError
 from explicit_dropout.sites import (
-    COMPONENTS,
+    OF_ATTENTION,
     SCORES,
     Attention,
     Call,
@@ -62,7 +62,7 @@ def window_block(module: Any) -> None:
 
 def _padded(module: nn.Module) -> dict[str, Any]:
     reason = _PADDED.get(module)
-    return {} if reason is None else {"refused": dict.fromkeys(COMPONENTS[:5], reason)}
+    return {} if reason is None else {"refused": dict.fromkeys(OF_ATTENTION, reason)}
 
 
 @library_rule("timm.models.swin_transformer.WindowAttention")

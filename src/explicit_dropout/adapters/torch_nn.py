@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.adapters import generic
 from explicit_dropout.sites import (
-    COMPONENTS,
+    OF_ATTENTION,
     Attention,
     Call,
     Described,
@@ -43,7 +43,7 @@ def multihead_attention(module: nn.MultiheadAttention) -> Attention:
     refused = {} if appended is None else {"attended_value": appended}
     if generic.author(module) is not nn.MultiheadAttention:
         name = generic.author(module).__qualname__
-        refused = dict.fromkeys(COMPONENTS[:5], f"no rule says what the forward of {name} does with its parameters")
+        refused = dict.fromkeys(OF_ATTENTION, f"no rule says what the forward of {name} does with its parameters")
     return Attention(
         module,
         query,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.adapters.generic import SCALES
-from explicit_dropout.sites import COMPONENTS, SCORES, Attention, Projection
+from explicit_dropout.sites import OF_ATTENTION, SCORES, Attention, Projection
 
 TOKENS = (20, 3)
 """How many a call is given: more than there are in most windows, or few for a module that cannot take as many."""
@@ -157,7 +157,7 @@ def contradicted(trial: Trial, seen: Seen, single: Seen) -> Attention:
             shown = "has nothing to do with {}" if role == "none" else "cannot be shown to be made of {} alone"
             unconfirmed = f"tried with a random token, what goes to {place} {shown.format(values)}"
         if unconfirmed is not None and (fused or role == "none"):
-            refused = dict.fromkeys(COMPONENTS[:5], unconfirmed)
+            refused = dict.fromkeys(OF_ATTENTION, unconfirmed)
     return replace(attention, refused={**refused, **attention.refused}, unconfirmed=unconfirmed)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.errors import InputError, UnsupportedSiteError
 from explicit_dropout.perturbation import AttentionAgain, Record, projected, steady
-from explicit_dropout.sites import COMPONENTS, SCORES, Attention, FeedForward, Layer, Projection
+from explicit_dropout.sites import OF_ATTENTION, SCORES, Attention, FeedForward, Layer, Projection
 from explicit_dropout.testing.report import TOLERANCE, Check, Failure, Report, close
 
 
@@ -67,7 +67,7 @@ def misdescribed(model: nn.Module, layers: Sequence[Layer], taken: Record, repor
 def refused(layer: Layer) -> bool:
     """Whether no law has a penalty there, so that nothing hangs on the description."""
     item = layer.described
-    return bool(item.obstacle) if isinstance(item, FeedForward) else item.refused.keys() >= {*COMPONENTS[:5]}
+    return bool(item.obstacle) if isinstance(item, FeedForward) else item.refused.keys() >= {*OF_ATTENTION}
 
 
 def _describes(layer: Layer, taken: Record, report: Report) -> list[Failure]:
