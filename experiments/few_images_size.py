@@ -3,7 +3,7 @@
     explicit-dropout sweep experiments/few_images_size.py --engine vectorised
     explicit-dropout report experiments/few_images_size.py
 
-Cost: ten to fifteen seconds on one core for each of 20 settings and ten seeds at each size; 75 minutes on two cores.
+Cost: ten to fifteen seconds on one core for each of 20 settings and ten seeds at each size; an hour on two cores.
 A regulariser replaces data that are missing, so its worth should fall as data are added: this says where it ends. Every
 training takes about a thousand steps, whatever the number of images, since how long one trains changes which
 regulariser is best (few_images_why.py). Rows, seeds, splits and the runs with 300 images are those of
