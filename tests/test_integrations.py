@@ -531,3 +531,20 @@ def test_a_copy_of_a_model_trains_without_its_regulariser(tmp_path):
     trainer.fit(twin, DataLoader(examples(False), 4))
     with pytest.raises(xd.CollectionError, match="no training forward pass"):
         reg()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_that_lightning_skips_is_left_out_of_the_penalty(fused, tmp_path):
+    class Skipping(Module):
+        def training_step(self, batch, number):
+            loss = super().training_step(batch)
+            return None if number == 0 else loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.model.parameters(), fused=fused)
+
+    model = classifier()
+    reg = attached(model)
+    lightning_trainer(tmp_path, reg).fit(Skipping(model), DataLoader(examples(False), 2))
+    assert reg.calls == 2 * (len(examples(False)) // 2 - 1)
+    reg.discard()

@@ -1,15 +1,19 @@
 """What a regulariser notices by itself: penalties that reach no loss, frozen layers, masks that say the opposite."""
 
 import gc
+import io
+import pickle
 import warnings
 import weakref
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.optim import optimizer
 
 import explicit_dropout as xd
+from explicit_dropout.hooks import steps
 
 X = torch.randn(3, 5, 8)
 PADDING = torch.zeros(3, 5, dtype=torch.bool)
@@ -29,6 +33,12 @@ ATTACHED = {
     "ExplicitDropout": attached,
     "twins": lambda model: xd.convert_dropout(model, 1.0),
     "LossLevelDropout": lambda model: xd.LossLevelDropout(model, xd.inverted(0.2), value=1.0, draws=1),
+}
+
+
+WAYS = {
+    "ExplicitDropout": lambda model: xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0),
+    "twins": ATTACHED["twins"],
 }
 
 
@@ -98,15 +108,76 @@ def test_after_remove_steps_are_nobodys_business():
 
 def test_a_model_and_its_regulariser_can_be_forgotten():
     gc.collect()
-    before = len(optimizer._global_optimizer_post_hooks)
+    before = len(steps._watched)
     model = encoder()
     gone = weakref.ref(model)
     attached(model)
-    assert len(optimizer._global_optimizer_post_hooks) == before + 1
+    assert len(steps._watched) == before + 1
     del model
     gc.collect()
     assert gone() is None
-    assert len(optimizer._global_optimizer_post_hooks) == before
+    assert len(steps._watched) == before
+
+
+def test_models_may_be_forgotten_while_an_optimiser_steps():
+    handle = optimizer.register_optimizer_step_post_hook(lambda *_: gc.collect())
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    gc.disable()
+    try:
+        for _ in range(3):
+            model = encoder()
+            model.reg = attached(model)  # a cycle, which only a collection ends
+            del model
+        torch.optim.SGD([weight], 0.1).step()
+    finally:
+        gc.enable()
+        handle.remove()
+
+
+@pytest.mark.parametrize("attach", ATTACHED.values(), ids=ATTACHED)
+def test_a_module_that_holds_a_regulariser_can_be_saved(attach):
+    system = nn.Module()
+    system.model = encoder(0.1)
+    system.reg = attach(system.model)
+    torch.save(system, io.BytesIO())
+    pickle.dumps(system.reg)
+
+
+@pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)
+def test_a_step_without_gradients_changes_nothing(attach):
+    model = encoder(0.1)
+    reg = attach(model)
+    optimiser = torch.optim.AdamW(model.parameters())
+    for number in range(4):
+        optimiser.zero_grad()
+        loss = model(X).square().mean()
+        if number % 2:
+            (loss + reg()).backward()
+        optimiser.step()
+
+
+def test_a_step_of_parts_that_the_penalty_is_not_made_of_overtakes_nothing():
+    class ActorCritic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor, self.critic = encoder(), nn.Linear(8, 1)
+
+        def forward(self, x):
+            hidden = self.actor(x)
+            return hidden, self.critic(hidden.detach())
+
+    model = ActorCritic()
+    reg = attached(model)
+    of_actor, of_critic = (torch.optim.AdamW(part.parameters(), fused=True) for part in (model.actor, model.critic))
+    for _ in range(3):
+        hidden, value = model(X)
+        of_critic.zero_grad()
+        value.square().mean().backward()
+        of_critic.step()
+        of_actor.zero_grad()
+        (hidden.square().mean() + reg()).backward()
+        of_actor.step()
 
 
 # ---------------------------------------------------------------------------------------------- frozen layers
@@ -158,18 +229,33 @@ class Own(nn.Module):
         return self.out(self.dropout(weights @ self.value(x)).relu())
 
 
-WAYS = {
-    "ExplicitDropout": lambda model: xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0),
-    "twins": ATTACHED["twins"],
-}
-
-
 @pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)
 def test_a_boolean_mask_that_means_padding_is_an_error_where_it_shows(attach):
     model = Own(true_is_padding=True)
     attach(model)
     with pytest.raises(xd.CollectionError, match="marks no token at all of some samples"):
         model(X, attention_mask=PADDING)
+
+
+@pytest.mark.parametrize("padding", [None, lambda _path, _x: ~PADDING])
+def test_a_mask_that_nobody_reads_may_mean_what_it_likes(padding):
+    for attach in (
+        lambda model: xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0, padding=padding),
+        lambda model: xd.convert_dropout(model, 1.0, padding=padding),
+    ):
+        model = Own(true_is_padding=True)
+        reg = attach(model)
+        model(X, attention_mask=PADDING)
+        assert reg() > 0
+
+
+def test_a_sample_that_fills_up_the_batch_is_no_reason_to_doubt_a_mask():
+    model = Own(true_is_padding=False)
+    reg = WAYS["twins"](model)
+    real = ~PADDING
+    real[2] = False
+    model(X, attention_mask=real)
+    reg.discard()
 
 
 @pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)
@@ -196,6 +282,15 @@ def test_a_summary_names_the_dropout_that_stays():
     assert "7 places" in last
     reg.remove()
     assert "Still random" not in reg.summary()
+
+
+def test_a_summary_names_the_rates_of_functions():
+    config = transformers.BartConfig(
+        vocab_size=50, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.1, max_position_embeddings=20,
+    )  # fmt: skip
+    reg = attached(transformers.BartModel(config))
+    assert "encoder.dropout (0.1)" in reg.summary().splitlines()[-1]
 
 
 def test_a_summary_says_nothing_of_dice_where_there_are_none():

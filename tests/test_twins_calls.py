@@ -1,5 +1,7 @@
 """Twins where models call their parts in ways of their own: twice, with other padding, frozen, interrupted."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -174,6 +176,29 @@ def test_freezing_layers_does_not_change_a_penalty():
     assert {site.component for site in twins.sites} == {"linear"}
 
 
+LOOKS_AT = {
+    "its norm": lambda hidden: float(hidden.norm()),
+    "its mean": lambda hidden: hidden.mean().item(),
+    "a copy of it": lambda hidden: hidden.cpu().clone(),
+    "its spread": torch.no_grad()(lambda hidden: hidden.std(0)),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS_AT.values(), ids=LOOKS_AT)
+def test_looking_at_what_frozen_layers_make_does_not_change_its_twin(look):
+    def run(self, x):
+        hidden = self.dropout(self.first(x))
+        look(hidden)
+        return self.second(hidden)
+
+    model = Own(run)
+    model.first.requires_grad_(False)
+    twins = xd.convert_dropout(model, 1.0)
+    model(X)
+    twins()
+    assert [site.component for site in twins.sites] == ["linear"]
+
+
 def test_attention_weights_of_frozen_layers_are_recognised():
     def attend(self, x):
         queries = by_head(self.first(x))
@@ -205,6 +230,19 @@ def test_ctrl_c_in_a_pass_leaves_no_dice_off_after_remove():
     twins.remove()
     interrupted.clear()
     assert not torch.equal(model(X), model(X))
+
+
+def test_a_model_that_was_interrupted_can_be_copied():
+    def run(self, x):
+        self.dropout(self.first(x))
+        raise KeyboardInterrupt
+
+    model = Own(run)
+    twins = xd.convert_dropout(model, 1.0)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    copy.deepcopy(model)
+    twins.remove()
 
 
 def test_stochastic_depth_of_a_part_without_gradients_is_not_counted():
@@ -298,6 +336,19 @@ def test_tokens_that_may_come_first_are_an_error_with_a_token_for_classes_too():
         model(torch.randn(6, 3, 8))
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (1, 5, 5), (1, 5, 8)])
+def test_arguments_that_all_samples_share_say_nothing_of_samples(shape):
+    def attend(self, x, shared):
+        heads = by_head(self.first(x + (shared if shared.shape[-1] == 8 else 0))).flatten(0, 1)
+        self.seen = (heads @ heads.mT + (shared if shared.shape[-1] == 5 else 0)).softmax(-1), heads
+        return self.dropout(self.seen[0]) @ heads
+
+    model = Own(attend)
+    twins = xd.convert_dropout(model, 1.0)
+    model(X, torch.randn(shape))
+    assert_close(twins(), weight_energy(*model.seen))
+
+
 def test_arguments_that_differ_in_their_first_axis_do_not_tell_samples():
     def attend(self, bias, x):
         heads = by_head(self.first(x)).flatten(0, 1)
@@ -352,6 +403,23 @@ def test_a_mask_that_is_drawn_of_ones_has_no_twin():
     xd.convert_dropout(model, 1.0)
     with pytest.raises(xd.UnsupportedSiteError, match="locked or variational dropout"):
         model(X)
+
+
+POOLED = {
+    "weighed by what is learnt": lambda self, x: (self.second(x).softmax(1) * self.dropout(self.first(x))).sum(1),
+    "scaled": lambda self, x: self.second(self.dropout(self.first(x)) * self.second.bias),
+}
+
+
+@pytest.mark.parametrize("function", POOLED.values(), ids=POOLED)
+def test_frozen_features_that_are_multiplied_are_no_mask(function):
+    model = Own(function)
+    model.first.requires_grad_(False)
+    twins = xd.convert_dropout(nn.Sequential(model, nn.Dropout(0.2), nn.Linear(8, 2)), 1.0)
+    twins.model(X)
+    made = 0.125 * model.first(X).square().sum() / 15
+    twins()
+    assert_close(twins.terms()["0.dropout:hidden"], made)
 
 
 def test_alpha_dropout_at_rate_0_draws_nothing():

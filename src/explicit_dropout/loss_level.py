@@ -134,7 +134,7 @@ class LossLevelDropout(Attached):
     # ------------------------------------------------------------------------------------------ attaching
 
     def _attach(self, selection: Selection) -> None:
-        plan, collector = Plan(self._collector, self.model), self._collector
+        plan, collector = Plan(self._collector, self.model, padding=None), self._collector
         attention = [layer.described.module for layer in selection.layers if isinstance(layer.described, Attention)]
         for module in dict.fromkeys((self.model, *attention)):
             around = DifferentiableAttention(collector)

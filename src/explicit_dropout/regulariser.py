@@ -122,7 +122,7 @@ class ExplicitDropout(LayerLevel):
         self._collector.sharded = bool(modules_under_fsdp(self.model))
         self._collector.held = {site.name: projection_of(site).held for site in self.sites if site.projection}
         self._places = places_of(self.model, self.sites)
-        plan = Plan(self._collector, self.model)
+        plan = Plan(self._collector, self.model, padding)
         for layer, sites in places:
             holders, merged = holders_of(self.model, layer.path), self.reading == "paper"
             for noise in dict.fromkeys(self._laws[site.component] for site in sites):

@@ -94,6 +94,10 @@ class Silenced(list[tuple[Dropout, float]]):
         ]
 
 
+RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "layerdrop", "dropout_p")
+"""Names of rates that modules keep for functions of dropout, as those of transformers do."""
+
+
 def still_random(model: nn.Module) -> list[str]:
     """What to say in a summary of dropout that no penalty has switched off."""
     rates: dict[str, float] = {}
@@ -102,8 +106,10 @@ def still_random(model: nn.Module) -> list[str]:
             rates[path] = module.p
         elif isinstance(module, nn.MultiheadAttention):
             rates[path] = module.dropout
-        else:
+        elif is_drop_path(module):
             rates[path] = (drop_path_rate(module) or ("", 0.0))[1]
+        else:  # of functions
+            rates |= {f"{path}.{name}": vars(module)[name] for name in RATES if type(vars(module).get(name)) is float}
     places = [f"{path or '(model)'} ({rate:g})" for path, rate in rates.items() if rate]
     if not places:
         return []

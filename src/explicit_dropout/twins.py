@@ -71,7 +71,7 @@ class DropoutTwins(LayerLevel):
     def _attach(self, padding: Padding, width: Width, others: Others) -> LeaveHook:
         model, collector = self.model, self._collector
         dice = Interception(model, collector, others)
-        plan = Plan(collector, model)
+        plan = Plan(collector, model, padding)
         entering = EnterHook(collector, dice)
         off = [kind for kind, schedule in self._schedules.items() if schedule.is_off]
         leaving = LeaveHook(entering, model, padding, width, off)

@@ -276,6 +276,11 @@ class Collector:
         """Whether there are complete forward passes of this thread, or of compiled code."""
         return any(slot.complete.previous is not None for slot in (self.compiled, self.threads.slot))
 
+    def waiting_terms(self) -> list[list[Any]]:
+        """What such passes have left, without taking it."""
+        slots = (self.compiled, self.threads.slot)
+        return [pending.items() for slot in slots for pending, _ in slot.complete.items()]
+
     def take(self) -> list[list[Term]]:
         """The terms of all complete forward passes of this thread, oldest first, and forget them."""
         self.steps = 0
@@ -295,8 +300,8 @@ def _inert_collector() -> Collector:
 class RootBefore:
     """Before a forward pass of the whole model: open the collector if it is one of training."""
 
-    def __init__(self, collector: Collector, model: nn.Module) -> None:
-        self.collector, self.told, self.looked = collector, Told(model), False
+    def __init__(self, collector: Collector, model: nn.Module, *, doubting: bool) -> None:
+        self.collector, self.told, self.looked = collector, Told(model, doubting=doubting), False
         self.batch_first = True  # whether all layers are
         self.last: list[tuple[nn.Module, int]] = []
         """Modules with a hook, and its number, that has to see what they are called with in the end."""
@@ -327,8 +332,8 @@ class RootBefore:
 class PartBefore:
     """Before the call of a model inside the model: what it is told of padding, and how many samples it is given."""
 
-    def __init__(self, collector: Collector, part: nn.Module, owner: str, whole: nn.Module) -> None:
-        self.collector, self.told, self.owner = collector, Told(part, owner, whole), owner
+    def __init__(self, collector: Collector, part: nn.Module, owner: str, whole: nn.Module, *, doubting: bool) -> None:
+        self.collector, self.told, self.owner = collector, Told(part, owner, whole, doubting=doubting), owner
         self.batch_first = is_pretrained(part)
 
     def __call__(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -63,6 +63,10 @@ class Interception(TorchFunctionMode):
         self.weights: list[Tensor] = []
         """What a softmax has made, as it is or masked."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have nothing of a pass that was interrupted."""
+        return {**self.__dict__, "places": [], "draws": [], "dropped": [], "known": {}, "weights": []}
+
     def enter(self, collecting: bool) -> None:
         self._clear()
         self.collecting, self.draws = collecting, []
@@ -240,12 +244,14 @@ class Interception(TorchFunctionMode):
         made = list(tensors_in((result,), {}))
         if func is Tensor.__setitem__ or any(item.requires_grad for item in made):
             self._note_uses(args, kwargs, func)  # and not what only looks at it
-        elif func not in LOOKS and any(item.dtype.is_floating_point for item in made):
+        elif func not in LOOKS and any(item.dtype.is_floating_point and item.ndim for item in made):
             self._note_uses(args, kwargs, func, frozen=True)
         return result
 
     def _note_uses(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], func: Any, *, frozen: bool = False) -> None:
         """frozen: only of tensors that nothing which learns has made, and whose uses do not show by gradients."""
+        if frozen and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+            return
         for item in tensors_in(args, kwargs):
             draw = self._of(item)
             if draw is not None and not (frozen and item.requires_grad):

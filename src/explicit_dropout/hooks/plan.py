@@ -17,7 +17,7 @@ from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, R
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.loss_level import ArgumentsReached, InputReached, LeaveAttention
 from explicit_dropout.hooks.steps import watch_steps
-from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, SeenHook, Tap
+from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, Padding, SeenHook, Tap
 from explicit_dropout.hooks.told import lengths_of
 from explicit_dropout.hooks.twins import LeaveHook
 from explicit_dropout.sites import SCORES, Attention, FeedForward, Layer, Site, projection_of
@@ -64,9 +64,9 @@ class After:
 class Plan:
     """The hooks of a whole model, collected first and registered together."""
 
-    def __init__(self, collector: Collector, model: nn.Module) -> None:
-        self.collector, self.model = collector, model
-        self.root = RootBefore(collector, model)
+    def __init__(self, collector: Collector, model: nn.Module, padding: Padding) -> None:
+        self.collector, self.model, self.doubting = collector, model, padding == "auto"
+        self.root = RootBefore(collector, model, doubting=self.doubting)
         self.before: dict[nn.Module, list[Any]] = {model: [self.root]}
         self.after: dict[nn.Module, list[Any]] = {}
         self.parts: set[str] = {""}
@@ -96,7 +96,8 @@ class Plan:
         if holder not in self.parts:
             self.parts.add(holder)
             part = self.model.get_submodule(holder)
-            self.before.setdefault(part, []).insert(0, PartBefore(self.collector, part, holder, self.model))
+            told = PartBefore(self.collector, part, holder, self.model, doubting=self.doubting)
+            self.before.setdefault(part, []).insert(0, told)
 
     def _add_linear(self, site: Site, tap: Tap, before: Between | None = None, after: Between | None = None) -> None:
         module = projection_of(site).module
@@ -172,7 +173,7 @@ class Plan:
 
     def register(self, handles: list[RemovableHandle]) -> None:
         """Register everything, leaving a handle of each hook."""
-        handles.append(watch_steps(self.collector, self.model))
+        watch_steps(self.collector, self.model)
         self.hook_after(self.model, RootAfter(self.collector))
         for module, hooks in self.before.items():
             first = module is self.model and bool(module._forward_pre_hooks)

@@ -1,40 +1,49 @@
-"""Steps of optimisers, as torch tells of them all: none may come between a forward pass and its penalty."""
+"""Steps of optimisers, as torch tells of them all: none may come between a forward pass and its penalty.
+
+Fused optimisers do not tell tensors that they change them, so versions alone would not show it.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
-from explicit_dropout.hooks.collector import Collector
+from explicit_dropout.hooks.collector import Collector, Term
 
 TOLERATED = 1
 """Steps in a row that may leave passes waiting without a word: one may be of a batch that is skipped."""
+_watched: weakref.WeakKeyDictionary[Collector, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""Whose passes may wait, and the models that make them."""
 
 
-class StepHook:
-    """After a step of any optimiser: passes of this model that wait for the regulariser have lost their weights.
+def watch_steps(collector: Collector, model: nn.Module) -> None:
+    """From here on notice steps that passes of this model have not been used for; for as long as both exist."""
+    _watched[collector] = weakref.ref(model)
+    _listen()
 
-    Fused optimisers do not tell tensors that they change them, so versions alone would not show it.
-    """
 
-    def __init__(self, collector: Collector, model: nn.Module) -> None:
-        self.collector, self.model = weakref.ref(collector), weakref.ref(model)  # the hook is torch's, not the model's
+@cache
+def _listen() -> None:
+    """One hook for all, and for good: torch must not find them changed while it goes through its hooks."""
+    register_optimizer_step_post_hook(after_step)
 
-    def __call__(self, optimiser: Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        if torch.compiler.is_compiling():
-            return
-        collector, model = self.collector(), self.model()
-        if collector is None or model is None or collector.inert or not collector.is_waiting():
-            return
-        if not self._changes(model, optimiser):
-            return
+
+def after_step(optimiser: Optimizer, args: Any, kwargs: Any) -> None:
+    """Passes that wait for their regulariser have lost the weights that they ran with."""
+    del args, kwargs
+    if torch.compiler.is_compiling():
+        return
+    for collector, reference in list(_watched.items()):
+        model = reference()
+        if model is None or collector.inert or not collector.is_waiting() or not changes(optimiser, collector, model):
+            continue
         collector.steps += 1
         if collector.steps == TOLERATED + 1:
             warnings.warn(
@@ -43,15 +52,33 @@ class StepHook:
                 "are not to be regularised, or remove() it. With the Trainer of transformers use "
                 "ExplicitDropoutTrainer, with Lightning ExplicitDropoutCallback.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
-    def _changes(self, model: nn.Module, optimiser: Optimizer) -> bool:
-        own = {id(parameter) for parameter in model.parameters()}
-        return any(id(parameter) in own for group in optimiser.param_groups for parameter in group["params"])
+
+def changes(optimiser: Optimizer, collector: Collector, model: nn.Module) -> bool:
+    """Whether a step has changed parameters that waiting terms are made of: those without gradient it leaves alone."""
+    stepped = {id(p) for group in optimiser.param_groups for p in group["params"] if p.grad is not None}
+    if stepped.isdisjoint(map(id, model.parameters())):
+        return False
+    terms = [term for forward in collector.waiting_terms() for term in forward]
+    if collector.sharded or not all(isinstance(term, Term) for term in terms):
+        return True
+    held = {id(weight) for weight in collector.held.values() if weight is not None}
+    made = [tensor for term in terms for tensor in (term.penalty, term.columns) if tensor is not None]
+    return not stepped.isdisjoint(held) or not stepped.isdisjoint(leaves(made))
 
 
-def watch_steps(collector: Collector, model: nn.Module) -> RemovableHandle:
-    handle = register_optimizer_step_post_hook(StepHook(collector, model))
-    weakref.finalize(collector, handle.remove).atexit = False
-    return handle
+def leaves(tensors: Iterable[Tensor]) -> set[int]:
+    """The parameters that tensors were made of, by id."""
+    found, seen = set(), set()
+    nodes = [tensor.grad_fn for tensor in tensors]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found

@@ -41,7 +41,8 @@ class Tokens:
     def __init__(self, collector: Collector, model: nn.Module, padding: Padding) -> None:
         self.collector, self.padding_source = collector, padding
         self.turned = 0  # how many samples a model is given if tokens come first; 0 where it is known that they do not
-        self.differing = False  # whether what it is given has different numbers in the first axis
+        self.others: set[int] = set()
+        """Other numbers of samples that what it is given may be of."""
         self.told: list[Known] = []
         """What was known when each of the draws of a pass was made."""
         self.found: dict[str, tuple[str, ...]] = {"": ("",)}
@@ -57,8 +58,8 @@ class Tokens:
         """See whether tokens may come first in what the model was given."""
         given = None if is_pretrained(model) else first_tensor((*args, *kwargs.values()))
         self.turned = 0 if given is None or given.ndim in (0, 1, 4) else given.shape[1]  # 4: images
-        several = [x.shape[0] for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 1]
-        self.differing = not is_pretrained(model) and len(set(several)) > 1
+        batches = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and is_batch(x)]
+        self.others = set() if given is None else {x.shape[0] for x in batches} - {given.shape[0] if given.ndim else 0}
 
     def holders(self, model: nn.Module, path: str) -> tuple[str, ...]:
         """The models and layers whose masks are about a place, innermost first."""
@@ -75,7 +76,7 @@ class Tokens:
         given, path = draw.told.samples, draw.path
         holder = next((holder for holder in self.holders(model, path) if holder in given), None)
         samples = None if holder is None else given[holder]
-        unclear = not holder and samples is not None and (self.differing or self._tokens_first(samples, tensor))
+        unclear = not holder and samples is not None and self._is_unclear(samples, tensor)
         if not samples or tensor.shape[0] % samples or unclear:
             raise UnsupportedSiteError(
                 f"{path}: attention of shape {tuple(tensor.shape)} has samples and heads in one axis, and how many "
@@ -84,8 +85,10 @@ class Tokens:
             )
         return torch.unflatten(tensor, 0, (samples, -1))
 
-    def _tokens_first(self, samples: int, tensor: Tensor) -> bool:
-        """Whether what seems to be samples, in the first axis of what the model is given, may be tokens."""
+    def _is_unclear(self, samples: int, tensor: Tensor) -> bool:
+        """Whether what seems to be samples, the first axis of what it is given, may be tokens, or others may be."""
+        if any(tensor.shape[0] % number == 0 for number in self.others - {samples}):
+            return True
         if not self.turned or self.turned == samples or tensor.shape[0] % self.turned:
             return False
         return samples == tensor.shape[1] or (
@@ -177,6 +180,12 @@ def side_of(path: str) -> tuple[str, ...]:
     if any(DECODER.search(part) for part in parts):
         return ("target",)
     return ("source",) if any(ENCODER.search(part) for part in parts) else ()
+
+
+def is_batch(x: Tensor) -> bool:
+    """Whether an argument may have a sample in each row: no mask of pairs of tokens, and nothing that samples share."""
+    square = x.ndim in (2, 3) and x.shape[-1] == x.shape[-2]
+    return x.ndim > 1 and x.shape[0] > 1 and x.dtype != torch.bool and not square
 
 
 def takes_padding(module: nn.Module) -> bool:

@@ -64,7 +64,9 @@ class Said(NamedTuple):
 class Told:
     """What the calls of a model, the whole one or one inside it (at the path `owner`), say."""
 
-    def __init__(self, model: nn.Module, owner: str = "", whole: nn.Module | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, owner: str = "", whole: nn.Module | None = None, *, doubting: bool = True
+    ) -> None:
         self.names, self.owner = argument_names(model), owner
         self.shares_input = whole is not None and main_input(whole) == main_input(model)
         """Whether it works on what the whole model is given, and so under the masks of that, too (as in Whisper)."""
@@ -72,7 +74,7 @@ class Told:
             "encoder" in path.split(".") for path, _ in model.named_modules()
         )
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))
-        self.doubted = 0 if is_pretrained(model) else DOUBTED
+        self.doubted = DOUBTED if doubting and not is_pretrained(model) else 0
         """In how many more calls a boolean mask is looked at: a model of one's own may mean padding by True."""
         own = main_input(model)
         self.inputs = () if own is None else ("input_ids", "inputs_embeds", own)
@@ -104,7 +106,7 @@ class Told:
         for stream, name in PADDING_ARGUMENTS.items():
             mask = real_tokens(call.get(name), alone=alone)
             if mask is not None and (stream != "vision" or call[name].ndim == 2):  # elsewhere it is of pixels
-                if self.doubted and call[name].dtype == torch.bool:
+                if self.doubted and stream in ("main", "decoder") and call[name].dtype == torch.bool:
                     self._refuse_inverted(name, mask)
                 found[stream] = mask
         if "main" in found and not self.has_encoder:
@@ -117,13 +119,18 @@ class Told:
         return found
 
     def _refuse_inverted(self, name: str, mask: Tensor) -> None:
-        """In a batch that is padded to its longest sample that one has no padding, so its mask has one value only."""
+        """A mask that marks padding: nothing in the longest sample, and the ends of others.
+
+        Samples that fill up a batch have no real token either, but then the marks of others are at their beginning.
+        """
         if torch.compiler.is_compiling() or in_transform() or mask.is_meta:
             return
         if mask.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self.doubted -= 1
-        if not mask.any(-1).all():
+        some, every = mask.any(-1), mask.all(-1)
+        ends = ~mask[:, 0] & mask[:, -1]  # of samples whose mask is mixed
+        if mask.shape[1] > 1 and bool((~some).any() & some.any() & (ends | ~some | every).all() & ~every.any()):
             raise CollectionError(
                 f"the {name} of the call of {self.owner or 'the model'} marks no token at all of some samples. True "
                 "means a real token there, as in transformers: if it means padding, attach with "

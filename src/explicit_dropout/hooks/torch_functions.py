@@ -36,7 +36,7 @@ WEIGHING = (
 """After which attention weights are still some."""
 ADDING = (Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__)
 """The same, if it is a number that they add."""
-LOOKS = (Tensor.detach, torch.detach)
+LOOKS = (Tensor.detach, torch.detach, Tensor.cpu, Tensor.clone, torch.clone, Tensor.numpy)
 MULTIPLYING = (Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_, Tensor.__imul__)
 RANDOM = (
     torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,

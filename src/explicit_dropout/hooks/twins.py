@@ -152,7 +152,7 @@ class LeaveHook(TwinHook):
             raise _unknown_product(draw) if draw.untouched else _changed(draw)
         if kind in ("attention_weights", "drop_head"):
             return self._at_product(model, kind, draw, noise)
-        if any(use.masks for use in draw.uses):
+        if any(use.masks for use in draw.uses) and is_constant(draw.x):
             raise UnsupportedSiteError(
                 f"{draw.path or 'the model'} drops from a constant and multiplies something with the result: a mask "
                 "that is shared (locked or variational dropout), which has no twin here. Build it with rate 0."
@@ -207,6 +207,13 @@ def _changed(draw: Draw | Weighed) -> UnsupportedSiteError:
         f"{draw.path or 'the model'}: the model changes what its dropped tensor, or its attention, works with in "
         "place, so that it is lost. Let it write a new tensor instead."
     )
+
+
+def is_constant(x: Tensor) -> bool:
+    """Whether all numbers are the same, as far as that can be looked at."""
+    if torch.compiler.is_compiling() or x.is_meta or not x.numel():
+        return False
+    return bool(x.detach().min() == x.detach().max())
 
 
 def _unknown_product(draw: Draw) -> UnsupportedSiteError:

@@ -102,6 +102,13 @@ class ExplicitDropoutCallback(Callback):
         scaled: Tensor = penalty if scaler is None else scaler.scale(penalty)
         join(loss, scaled / trainer.accumulate_grad_batches)
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        del trainer, batch, batch_idx
+        if outputs is None and pl_module.automatic_optimization:  # training_step has skipped this batch
+            self.regulariser.discard()
+
     def state_dict(self) -> dict[str, Any]:
         return dict(self.regulariser.state_dict())
 
