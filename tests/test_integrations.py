@@ -533,6 +533,7 @@ def test_a_copy_of_a_model_trains_without_its_regulariser(tmp_path):
         reg()
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_batch_that_lightning_skips_is_left_out_of_the_penalty(fused, tmp_path):
     class Skipping(Module):
