@@ -165,6 +165,6 @@ def test_the_numbers_of_the_readme_are_lines_of_a_result_file():
     copied = costs.split("<!-- end summary -->")[1]  # what stands before is made by benchmarks/cost_page.py
     rows = [line for line in copied.splitlines() if line.startswith("|")]
     measured = (ROOT / "results" / "benchmarks" / "functional-cpu.md").read_text().splitlines()
-    assert len(rows) > 5
+    assert len(rows) > 3  # two of them are the head
     for row in rows:
         assert row in measured, row
