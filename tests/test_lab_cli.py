@@ -190,6 +190,7 @@ def test_a_demonstration_ends_with_a_table_and_a_report_and_again_trains_nothing
         ("train --treatment.twins", "`--treatment.twins` must be left out, or given beside a treatment that draws"),
         ("train --config x --seed 3", "`config` must be the only setting of the run"),
         ("sweep TINY --seeds x", "`seeds` must be whole numbers"),
+        ("sweep TINY --seeds ²", "`seeds` must be whole numbers"),
         ("sweep TINY --only nope", "`only` must be one of none+none"),
         ("sweep TINY --threads 0", "`--threads` must be at least 1"),
         ("report TINY --serve --port 99999", "`port` must be from 0"),

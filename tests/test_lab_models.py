@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from explicit_dropout.lab.models import Attention, Transformer, patches
 from explicit_dropout.lab.penalties import Penalty, attach
 from explicit_dropout.lab.rows import CONTROLS, EXPLICIT, PAPER_ROWS, treatments
 from explicit_dropout.stochastic import DropKey
+from explicit_dropout.testing import check_rule
 
 SMALL = Model(layers=2, width=16, heads=4, hidden=24, patch=2, read="class")
 SEQUENCE = Model(layers=2, width=16, heads=4, hidden=24, patch=None, read="last", norm="post", qkv_bias=False)
@@ -351,3 +352,28 @@ def test_a_compiled_model_has_the_same_penalty_and_gradients(row: str) -> None:
         loss.backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(*gradients)
+
+
+OWN_DROPOUT = [
+    {"attention": kind, "feed_forward": "implicit", "rate": 0.3}
+    for kind in ("dropout", "drop_attention", "drop_key", "drop_head", "implicit_v")
+]
+
+
+@pytest.mark.parametrize("options", OWN_DROPOUT[:-1])
+def test_its_dropout_inside_attention_is_switched_off_and_named_where_it_stays(options: dict[str, Any]) -> None:
+    model = small(Treatment(**{**options, "feed_forward": "none"})).train()
+    reg = xd.ExplicitDropout(model, xd.inverted(0.2), attended_value=1.0)
+    assert torch.equal(model(images()), model(images()))
+    assert "switched off at 2 places until remove(): blocks.0.attention.treatment.p = 0.3" in reg.summary()
+    reg.remove()
+    assert model.blocks[0].attention.treatment.p == 0.3
+    reg = xd.ExplicitDropout(model, xd.inverted(0.2), feed_forward=1.0)
+    assert not torch.equal(model(images()), model(images()))
+    assert "Still random: blocks.0.attention.treatment (0.3)" in reg.summary()
+
+
+@pytest.mark.parametrize("options", OWN_DROPOUT)
+def test_its_rule_is_right_whatever_dropout_it_has(options: dict[str, Any]) -> None:
+    report = check_rule(small(Treatment(**options)), images(), samples=64, compile=False)
+    assert {"values", "pairs", "scores", "exact"} <= set(report.passed)

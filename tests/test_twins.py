@@ -278,6 +278,15 @@ def test_the_penalty_is_lambda_times_terms_and_its_gradient_is_theirs():
     assert twins.state_dict() == {"calls": 3}
 
 
+def test_a_step_that_is_refused_does_not_move_the_schedule_on():
+    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+    twins = xd.convert_dropout(layer, xd.strengths.linear(1.0, 0.0, 10))
+    layer(TOKENS)
+    with pytest.raises(xd.CollectionError, match="has drawn no dropout"):
+        twins()
+    assert twins.state_dict() == {"calls": 0}
+
+
 def test_gradients_are_those_of_the_closed_forms_written_by_hand():
     class Net(nn.Module):
         def __init__(self):

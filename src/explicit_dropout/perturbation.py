@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from explicit_dropout import checks
+from explicit_dropout import checks, stochastic
 from explicit_dropout.errors import ExplicitDropoutError, InputError, UnsupportedSiteError
 from explicit_dropout.hooks.calls import argument_names, named_call
 from explicit_dropout.noise import Noise
@@ -53,11 +53,12 @@ Tick = Callable[[int], None]
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+    stochastic.dropout, stochastic.drop_heads,
 }  # fmt: skip
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Every stochastic dropout of torch does nothing, whatever module calls it."""
+    """Every function of dropout, torch's and ours, does nothing, whatever module calls it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -83,6 +84,9 @@ def steady(model: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(), _WithoutDropout():
         torch.manual_seed(0)
         model.train()
+        for module in model.modules():
+            if isinstance(module, stochastic.AttentionTreatment):  # of which some drop without a function
+                module.training = False
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ from explicit_dropout.errors import InputError
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import check_components, chosen_layers, laws, refuse_second, unmatched
 from explicit_dropout.sites import Component, Dropout, Layer, Site, find_layers, sites_of
+from explicit_dropout.stochastic import AttentionTreatment
 from explicit_dropout.strengths import Schedule, Strength, by_layer
 
 
@@ -102,7 +103,7 @@ def still_random(model: nn.Module) -> list[str]:
     """What to say in a summary of dropout that no penalty has switched off."""
     rates: dict[str, float] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.modules.dropout._DropoutNd | AttentionTreatment):
             rates[path] = module.p
         elif isinstance(module, nn.MultiheadAttention):
             rates[path] = module.dropout

@@ -111,11 +111,11 @@ class DropoutTwins(LayerLevel):
     def _penalty(self, forwards: list[list[Term]]) -> Tensor:
         if not forwards:
             raise no_forward(self.model)
-        step, self.calls = self.calls, self.calls + 1
         if all(schedule.is_off for schedule in self._schedules.values()):
+            self.calls += 1
             return torch.zeros(())
         shares = [
-            Share(term.site, self._schedules[self._kind(term)].at(step), term.factor, counted, term.penalty)
+            Share(term.site, self._schedules[self._kind(term)].at(self.calls), term.factor, counted, term.penalty)
             for terms, counted in firings(forwards, "token")
             for term in terms
             if term.penalty is not None
@@ -132,6 +132,7 @@ class DropoutTwins(LayerLevel):
                 f"no parameter of {type(self.model).__name__} moves this penalty: it drops from what it is given, and "
                 "from nothing that it makes of that. Such dropout has no twin that regularises: leave it random."
             )
+        self.calls += 1
         return self._total.of(shares)
 
     def _kind(self, term: Term) -> Kind:

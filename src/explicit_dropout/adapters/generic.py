@@ -18,6 +18,7 @@ from torch import nn
 
 from explicit_dropout.adapters import signs
 from explicit_dropout.sites import SCORES, Attention, Described, Dropout, FeedForward, Projection, Rule, register_rule
+from explicit_dropout.stochastic import AttentionTreatment
 
 SEPARATE = [
     ("q_proj", "k_proj", "v_proj"),
@@ -355,7 +356,7 @@ def below(module: nn.Module) -> Iterator[nn.Module]:
 def attention_dropouts(module: nn.Module) -> Iterator[Dropout]:
     """Dropout modules inside attention, and the rates that it keeps as plain numbers."""
     for child in below(module):
-        if isinstance(child, nn.Dropout):
+        if isinstance(child, nn.Dropout | AttentionTreatment):
             yield Dropout(child)
     for name in ATTENTION_DROPOUT:
         if isinstance(getattr(module, name, None), float):

@@ -233,7 +233,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise InputError("seeds", "whole numbers and ranges, such as 0,1 or 0-4", repr(text))
         numbers = range(int(first), int(last or first) + 1)
         if not numbers:

@@ -59,7 +59,7 @@ def cores() -> int:
 def threads_of(workers: int) -> int:
     """The share of each worker in the cores; no more than OMP_NUM_THREADS says, where it says anything."""
     share, most = max(1, cores() // workers), os.environ.get("OMP_NUM_THREADS", "")
-    return min(share, int(most)) if most.isdigit() and int(most) else share
+    return min(share, int(most)) if most.isdecimal() and int(most) else share
 
 
 def gpus_to_deal(device: str, count: int, visible: str | None) -> list[str]:

@@ -80,7 +80,7 @@ class Ray:
 def _knock(address: str | None) -> None:
     """Raise if nobody answers at HOST:PORT: Ray itself would keep trying for minutes."""
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
+    if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 

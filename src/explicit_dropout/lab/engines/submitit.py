@@ -117,4 +117,4 @@ def _follow(jobs: dict[Run, Any], on_event: OnEvent, pause: float) -> None:
 
 
 def _parsed(value: str) -> int | str:
-    return int(value) if value.lstrip("-").isdigit() else value
+    return int(value) if value.removeprefix("-").isdecimal() else value
