@@ -16,7 +16,7 @@ from explicit_dropout.errors import CollectionError, InputError
 from explicit_dropout.hooks.collector import Collector, Term
 from explicit_dropout.hooks.total import Total
 from explicit_dropout.refusals import check_state
-from explicit_dropout.selection import Silenced
+from explicit_dropout.selection import Silenced, still_random
 from explicit_dropout.strengths import Schedule
 
 Reduction = Literal["token", "sample"]
@@ -81,6 +81,12 @@ class Attached(ABC):
     @abstractmethod
     def summary(self) -> str:
         """What is attached, as a table."""
+
+    def _state_lines(self) -> list[str]:
+        """What a summary ends with: which dropout is off, and which is still random."""
+        if self._removed:
+            return ["Removed: nothing is attached any more."]
+        return [*self.silenced.lines(self.model), *still_random(self.model)]
 
     def remove(self) -> None:
         """Take every hook off and give the model its stochastic dropout back."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
+from explicit_dropout.hooks.calls import nodes_behind
 from explicit_dropout.hooks.loss_level import Reached
 
 
@@ -57,7 +57,7 @@ def refuse_mixed(outputs: Tensor, reached: Sequence[Reached]) -> None:
 
 def refuse_once_differentiable(results: Iterable[Tensor]) -> None:
     """Look for operations whose backward pass has none of its own, before torch finds them without saying where."""
-    for node in _nodes(results):
+    for node in nodes_behind(results):
         if node.name() in ("torch::autograd::NotImplemented", "torch::autograd::Error"):
             try:
                 node(*[None] * len(node._input_metadata))  # it raises an error, which says why
@@ -70,7 +70,7 @@ def refuse_once_differentiable(results: Iterable[Tensor]) -> None:
 
 def refuse_static_graph(outputs: Tensor) -> None:
     """DDP with a static graph takes the first backward pass for that of the loss, and shares gradients after it."""
-    for node in _nodes([outputs]):
+    for node in nodes_behind([outputs]):
         around = getattr(node, "ddp_weakref", lambda: None)()
         if around is not None and around.static_graph:
             raise UnsupportedSiteError(
@@ -91,16 +91,3 @@ def _gradients(
             "the reason, describe it in a rule (@xd.register_rule), or take that layer out of checkpointing. "
             f"torch says: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _nodes(results: Iterable[Tensor]) -> Iterator[Any]:
-    """Every node of the graph that has led to these results."""
-    waiting = [result.grad_fn for result in results]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            yield node
-            following = [one for one, _ in node.next_functions]
-            waiting += [one for one in following if one not in seen]
-            seen.update(following)

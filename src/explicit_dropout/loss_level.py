@@ -38,7 +38,7 @@ from explicit_dropout.refusals import (
     refuse_silent,
     refuse_unknown,
 )
-from explicit_dropout.selection import Selection, select, still_random
+from explicit_dropout.selection import Selection, select
 from explicit_dropout.sites import Attention, Site, projection_of
 from explicit_dropout.strengths import Strength
 from explicit_dropout.table import shape, table
@@ -255,11 +255,7 @@ class LossLevelDropout(Attached):
             f"LossLevelDropout on {type(self.model).__name__}: {len(self.sites)} sites, loss={self.loss!r}, {how}",
             table(["layer", "component", "module", "in → out", "noise", "λ"], rows),
         ]
-        if self._removed:
-            lines.append("Removed: nothing is attached any more.")
-        else:
-            lines += [*self.silenced.lines(self.model), *still_random(self.model)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._state_lines()])
 
 
 def _tensor(outputs: Any) -> Tensor:

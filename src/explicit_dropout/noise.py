@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from explicit_dropout.checks import number, rate
+from explicit_dropout.checks import choice, number, rate
 from explicit_dropout.errors import InputError
 
 Law = Literal["paper", "bernoulli", "inverted", "gaussian", "moments"]
@@ -40,8 +40,7 @@ class Noise:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean", number("mean", self.mean, "a finite number"))
         object.__setattr__(self, "variance", number("variance", self.variance, "a finite number ≥ 0", low=0))
-        if self.law not in get_args(Law):
-            raise InputError("law", "one of " + ", ".join(map(repr, get_args(Law))), repr(self.law))
+        choice("law", self.law, Law)
         if not self._moments_fit_law():
             raise InputError(
                 "law",

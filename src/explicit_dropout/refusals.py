@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
 
 from torch import nn
@@ -29,7 +29,7 @@ from explicit_dropout.sites import (
 from explicit_dropout.weights import adapter_obstacle, modules_under_fsdp
 
 
-def refuse_unknown(given: Iterable[str], regulariser: type) -> None:
+def refuse_unknown(given: Iterable[str], regulariser: Callable[..., object]) -> None:
     """Arguments that a regulariser does not have: slips of the pen, or forms that are not attached to models."""
     for name in given:
         if name in functional.__all__ and name not in COMPONENTS:

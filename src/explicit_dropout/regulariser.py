@@ -30,11 +30,11 @@ from explicit_dropout.refusals import (
     refuse_silent,
     refuse_unknown,
 )
-from explicit_dropout.selection import select, still_random
+from explicit_dropout.selection import select
 from explicit_dropout.sites import COMPONENTS, Layer, Site, projection_of, unclaimed, unclaimed_line
 from explicit_dropout.strengths import Strength
 from explicit_dropout.table import heads, shape, table
-from explicit_dropout.weights import column_norms, is_sharded, modules_under_fsdp, sharded_energy
+from explicit_dropout.weights import is_sharded, modules_under_fsdp, sharded_energy
 
 __all__ = ["MOST_FORWARDS", "ExplicitDropout"]
 
@@ -187,7 +187,7 @@ class ExplicitDropout(LayerLevel):
             if is_sharded(weight):
                 shares.append(Share(name, strength, factor, 1, sharded_energy(later, weight, counted)))
             else:
-                known = (None, weight) if kernels.serves(weight) else (column_norms(weight), None)
+                known = (None, weight) if kernels.serves(weight) else (kernels.columns(weight), None)
                 shares += [Share(name, strength, factor, counted, columns, *known) for columns in later]
         return shares
 
@@ -231,11 +231,8 @@ class ExplicitDropout(LayerLevel):
             f"reduction={self.reduction!r}, reading={self.reading!r}",
             table(["layer", "component", "module", "in → out", "heads", "λ"], rows),
         ]
-        if self._removed:
-            lines.append("Removed: nothing is attached any more.")
-        else:
-            lines += [*self.silenced.lines(self.model), *still_random(self.model)]
-            lines += [self._unclaimed] if self._unclaimed else []
+        lines += self._state_lines()
+        lines += [self._unclaimed] if self._unclaimed and not self._removed else []
         return "\n".join(lines)
 
     def _law_names(self) -> str:

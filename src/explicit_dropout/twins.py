@@ -38,30 +38,10 @@ class DropoutTwins(LayerLevel):
     """What `convert_dropout` returns; called like an `ExplicitDropout`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        strength: float | Schedule = 1e-3,
-        *,
-        linear: float | Schedule | None = None,
-        attention_weights: float | Schedule | None = None,
-        drop_head: float | Schedule | None = None,
-        hidden: float | Schedule | None = None,
-        drop_path: float | Schedule | None = None,
-        padding: Padding = "auto",
-        width: Width = None,
-        others: Others = "refuse",
-        **unknown: Never,
+        self, model: nn.Module, schedules: Mapping[Kind, Schedule], padding: Padding, width: Width, others: Others
     ) -> None:
-        refuse_unknown(unknown, type(self))
         super().__init__()
-        check_padding(padding)
-        if width is not None and not callable(width):
-            raise InputError("width", "None or a function of (module path, x)", repr(width))
-        checks.choice("others", others, Others)
-        given = zip(KINDS, (linear, attention_weights, drop_head, hidden, drop_path), strict=True)
-        self._schedules: dict[Kind, Schedule] = {
-            kind: _of_kind(kind, strength if own is None else own) for kind, own in given
-        }
+        self._schedules = schedules
         self.model = model = uncompiled(model)
         refuse_second(model)
         _refuse_chunks(model)
@@ -201,10 +181,14 @@ def convert_dropout(
             around it do not tell: the last as a rule, the second between convolutions.
         others: "refuse" raises where the model draws random numbers that have no twin; "keep" lets it.
     """
-    return DropoutTwins(
-        model, strength, linear=linear, attention_weights=attention_weights, drop_head=drop_head, hidden=hidden,
-        drop_path=drop_path, padding=padding, width=width, others=others, **unknown,
-    )  # fmt: skip
+    refuse_unknown(unknown, convert_dropout)
+    check_padding(padding)
+    if width is not None and not callable(width):
+        raise InputError("width", "None or a function of (module path, x)", repr(width))
+    checks.choice("others", others, Others)
+    given = zip(KINDS, (linear, attention_weights, drop_head, hidden, drop_path), strict=True)
+    schedules = {kind: _of_kind(kind, strength if own is None else own) for kind, own in given}
+    return DropoutTwins(model, schedules, padding, width, others)
 
 
 def _of_kind(kind: str, strength: float | Schedule) -> Schedule:

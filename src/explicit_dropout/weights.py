@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from explicit_dropout import kernels
 from explicit_dropout.errors import UnsupportedSiteError
 from explicit_dropout.kernels.plain import wide
 
@@ -62,11 +61,6 @@ def _active_adapters(module: nn.Module) -> list[str]:
         return []
     holders = [getattr(module, name, ()) for name in getattr(module, "adapter_layer_names", ())]
     return [name for name in getattr(module, "active_adapters", ()) if any(name in holder for holder in holders)]
-
-
-def column_norms(weight: Tensor) -> Tensor:
-    """‖W_:j‖² for every input j, float32 at least: (in), or (part, in) to be summed over parts."""
-    return kernels.plain.columns(weight) if torch.compiler.is_compiling() else kernels.columns(weight)
 
 
 def sharded_energy(parts: list[Tensor], weight: Any, counted: int | Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from rich.tree import Tree
 from torch import nn
 
 from explicit_dropout.cli import FINE
-from explicit_dropout.cli.models import load, unmatched
+from explicit_dropout.cli.models import load
 from explicit_dropout.cli.output import common_prefix, console, fitted, plural, print_plainly, shortened
 from explicit_dropout.noise import inverted, paper
 from explicit_dropout.perturbation import refusal
+from explicit_dropout.refusals import unmatched
 from explicit_dropout.sites import Attention, Site, Unclaimed, find_sites, told_once, unclaimed, unclaimed_line
 from explicit_dropout.table import heads, shape
 

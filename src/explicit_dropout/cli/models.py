@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.cli.causes import cause
-from explicit_dropout.errors import ExplicitDropoutError, InputError, UnmatchedModelError
+from explicit_dropout.errors import ExplicitDropoutError, InputError
 
 FORMS = """one of
   timm:NAME                         timm:vit_tiny_patch16_224
@@ -66,14 +66,6 @@ def load(spec: str, settings: Iterable[str] = (), *, batch: int = 2, tokens: int
     except Exception as error:  # whatever a library, or a function of one's own, comes up with
         file = getattr(sys.modules.get(kind), "__file__", None) or kind
         raise ExplicitDropoutError(f"{spec} could not be built: {cause(error, file)}") from error
-
-
-def unmatched(model: nn.Module) -> UnmatchedModelError:
-    """What to do where no rule knows a module of a model."""
-    return UnmatchedModelError(
-        f"no attention or feed-forward site was found in {type(model).__name__}. Describe its modules by "
-        "@xd.register_rule in the file that builds it (docs: Add a model family)."
-    )
 
 
 def _settings(pairs: Iterable[str]) -> dict[str, Any]:

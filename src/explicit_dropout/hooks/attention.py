@@ -177,7 +177,7 @@ class AttentionCall:
 
     def penalise(self, site: Site) -> None:
         if site.component == "value":
-            self.tap.linear(site, self._present(self.values, "value"), None, self.masks().context_mask)
+            self.tap.linear(site, self._present(self.values, "value"), self.masks().context_mask)
         elif site.component == "attended_value":
             self._attended_value(site)
         else:

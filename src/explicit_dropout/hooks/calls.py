@@ -1,10 +1,10 @@
-"""Calls of a module: their arguments by name, and those under way."""
+"""Calls of a module: their arguments by name, those under way, and the graph that they leave."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -96,3 +96,16 @@ def _codes() -> Iterator[Any]:
     while frame is not None:
         yield frame.f_code
         frame = frame.f_back
+
+
+def nodes_behind(results: Iterable[Tensor]) -> Iterator[Any]:
+    """Every node of the graph that has led to these results."""
+    waiting = [result.grad_fn for result in results]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            yield node
+            following = [one for one, _ in node.next_functions]
+            waiting += [one for one in following if one not in seen]
+            seen.update(following)

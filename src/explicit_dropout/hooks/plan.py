@@ -17,12 +17,12 @@ from explicit_dropout.hooks.collector import Collector, PartBefore, RootAfter, R
 from explicit_dropout.hooks.linear import ColumnsHook, LinearHook
 from explicit_dropout.hooks.loss_level import ArgumentsReached, InputReached, LeaveAttention
 from explicit_dropout.hooks.steps import watch_steps
-from explicit_dropout.hooks.taps import BeginHook, EndHook, InputHook, Padding, SeenHook, Tap
+from explicit_dropout.hooks.taps import BeginHook, EndHook, Padding, SeenHook, Tap, WeightsHook
 from explicit_dropout.hooks.told import lengths_of
 from explicit_dropout.hooks.twins import LeaveHook
 from explicit_dropout.sites import SCORES, Attention, FeedForward, Layer, Site, projection_of
 
-TAKING = ColumnsHook, SquaresHook, AttendedHook, InputHook, InputReached, ArgumentsReached
+TAKING = ColumnsHook, SquaresHook, AttendedHook, WeightsHook, InputReached, ArgumentsReached
 """Hooks that take the input of a module, and so have to see what it is in the end, whatever others make of it."""
 READING = *TAKING, BeginHook, PartBefore
 """The same, with those that read the arguments of a call. Those of the whole model are read by who opens its pass."""
@@ -152,7 +152,7 @@ class Plan:
             if attention.output is not None:
                 self.hook_before(attention.output, AttendedHook(tap, attention, site))
             if isinstance(attention.weights, nn.Module):
-                self.hook_before(attention.weights, InputHook(tap, "weights"))
+                self.hook_before(attention.weights, WeightsHook(tap))
         self.hook_after(attention.module, AttentionHook(tap, attention, at_attention))
         self.hook_after(attention.module, EndHook(tap))
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from explicit_dropout.hooks.calls import nodes_behind
 from explicit_dropout.hooks.collector import Collector, Term
 
 TOLERATED = 1
@@ -66,19 +66,5 @@ def changes(optimiser: Optimizer, collector: Collector, model: nn.Module) -> boo
         return True
     held = {id(weight) for weight in collector.held.values() if weight is not None}
     made = [tensor for term in terms for tensor in (term.penalty, term.columns) if tensor is not None]
-    return not stepped.isdisjoint(held) or not stepped.isdisjoint(leaves(made))
-
-
-def leaves(tensors: Iterable[Tensor]) -> set[int]:
-    """The parameters that tensors were made of, by id."""
-    found, seen = set(), set()
-    nodes = [tensor.grad_fn for tensor in tensors]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        nodes += [following for following, _ in node.next_functions]
-    return found
+    leaves = (id(node.variable) for node in nodes_behind(made) if hasattr(node, "variable"))
+    return not stepped.isdisjoint(held) or not stepped.isdisjoint(leaves)

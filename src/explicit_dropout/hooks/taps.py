@@ -31,7 +31,6 @@ from explicit_dropout.hooks.products import lowered_input
 from explicit_dropout.hooks.told import ENCODER, PADDING_ARGUMENTS, marks, shortened, shown, stream_of
 from explicit_dropout.noise import Noise
 from explicit_dropout.sites import Attention, FeedForward, Layer, Site, projection_of, samples_first
-from explicit_dropout.weights import column_norms
 
 _Result = TypeVar("_Result")
 Padding = Literal["auto"] | None | Callable[[str, Tensor], Tensor | None]
@@ -64,12 +63,11 @@ class Tap:
         """Where the coherent part of a firing stands among its terms: after the incoherent one, if there is one."""
         self.merged_heads, self.padding_source = merged_heads, padding
         self.described, self.path = layer.described, layer.path
-        self.straight = self.described.batch_first and (
+        straight = self.described.batch_first and (  # projections see (batch, token, width), and nothing else says more
             isinstance(self.described, Attention)
             or (self.described.flattened is None and self.described.padding is None)
         )
-        """Whether projections see (batch, token, width), and their layer says nothing of its own about padding."""
-        self.told_by_model = self.straight and padding == "auto"
+        self.told_by_model = straight and padding == "auto"
         """Whether padding can only be what the whole model was told: nothing, mostly."""
         self.key = f"{type(self.described).__name__} {self.path} {noise}"  # a layer may have a tap for each of its laws
         self.holders = holders
@@ -188,9 +186,13 @@ class Tap:
             )
         return mask
 
-    def linear(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
-        """J of a linear layer: coherent from its output now, incoherent from the columns of its input later."""
-        self.coherently(site, x, output, mask)
+    def linear(self, site: Site, x: Tensor, mask: Tensor | None) -> None:
+        """J of a linear layer whose output is not at hand."""
+        if self.coherent:
+            weight, _ = projection_of(site).parameters()
+            coherent = Noise(self.noise.mean, 0.0)
+            penalty = functional.linear(x, weight, coherent, mask=mask, reduction="none")
+            self.add(site, penalty, None, x, mask, piece=self.coherent_piece)
         self.incoherently(site, x, mask)
 
     def incoherently(self, site: Site, x: Tensor, mask: Tensor | None) -> None:
@@ -217,7 +219,7 @@ class Tap:
         projection = projection_of(site)
         if not torch.compiler.is_compiling() and not projection.adapted and self._own(site) is not None:
             return None
-        return column_norms(projection.parameters()[0])
+        return kernels.columns(projection.parameters()[0])
 
     def version(self, site: Site) -> int | None:
         """How often the weight of a site has been changed so far, where that can be told."""
@@ -231,16 +233,11 @@ class Tap:
         held = None if site.projection is None else site.projection.held
         return held if held is self.collector.held.get(site.name) else None
 
-    def coherently(self, site: Site, x: Tensor, output: Tensor | None, mask: Tensor | None) -> None:
+    def coherently(self, site: Site, x: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """The part of a linear layer that its output makes, if the law has it."""
         if not self.coherent:
             return
-        weight, bias = projection_of(site).parameters()
-        if output is None:
-            coherent = Noise(self.noise.mean, 0.0)
-            penalty = functional.linear(x, weight, coherent, mask=mask, reduction="none")
-            self.add(site, penalty, None, x, mask, piece=self.coherent_piece)
-            return
+        bias = projection_of(site).offset()
         if bias is None:
             output = output.clone()  # the model may go on to change its own in place
         energies = kernels.plain.energies(output, bias, mask)
@@ -324,16 +321,12 @@ class SeenHook(TapHook):
                 observed.versions[self.role] = output._version
 
 
-class InputHook(TapHook):
-    """Before a module inside attention (output projection, dropout of weights): keep its input."""
-
-    def __init__(self, tap: Tap, role: str) -> None:
-        super().__init__(tap)
-        self.role = role
+class WeightsHook(TapHook):
+    """Before the dropout of attention weights: keep them."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.tap.watching(module):
-            self.tap.observed().tensors[self.role] = only_input(self.tap.path, args, kwargs)
+            self.tap.observed().tensors["weights"] = only_input(self.tap.path, args, kwargs)
 
 
 class SameMask(torch.autograd.Function):

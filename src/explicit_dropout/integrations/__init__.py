@@ -10,38 +10,18 @@ from torch import Tensor, nn
 from explicit_dropout.attached import LayerLevel
 from explicit_dropout.errors import InputError
 
-__all__ = ["Journal", "by_component", "check_inside", "checked"]
+__all__ = ["by_component", "called", "check_inside", "checked"]
 
 
-class Journal:
-    """What to log of a regulariser: means since the last reading, kept on the device until then.
+def called(regulariser: LayerLevel) -> tuple[Tensor, dict[str, Tensor | float]]:
+    """The penalty of a regulariser, which this calls, and what to log of it.
 
-    `penalty` is the term that was added to the loss; `penalty/<component>` the unweighted J of a component, summed over
+    `penalty` is the term that is added to the loss; `penalty/<component>` the unweighted J of a component, summed over
     its sites; `strength/<component>` its λ, averaged over them.
     """
-
-    def __init__(self, regulariser: LayerLevel) -> None:
-        self.regulariser = regulariser
-        self.sums: dict[str, Tensor | float] = {}
-        self.count = 0
-
-    def penalty(self) -> Tensor:
-        """Call the regulariser and note its terms."""
-        strengths = self.regulariser.strengths()
-        penalty = self.regulariser()
-        self.note({"penalty": penalty.detach(), **by_component(self.regulariser, strengths)})
-        return penalty
-
-    def note(self, values: Mapping[str, Tensor | float]) -> None:
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        self.count += 1
-
-    def read(self) -> dict[str, float]:
-        """The means since the last reading, as plain numbers; the one place that waits for a GPU."""
-        means = {name: float(total) / max(self.count, 1) for name, total in self.sums.items()}
-        self.sums, self.count = {}, 0
-        return means
+    strengths = regulariser.strengths()
+    penalty = regulariser()
+    return penalty, {"penalty": penalty.detach(), **by_component(regulariser, strengths)}
 
 
 def by_component(regulariser: LayerLevel, strengths: Mapping[str, float]) -> dict[str, Tensor | float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import Trainer
 
 from explicit_dropout.attached import LayerLevel
 from explicit_dropout.errors import InputError
-from explicit_dropout.integrations import Journal, check_inside, checked
+from explicit_dropout.integrations import called, check_inside, checked
 
 STATE_FILE = "explicit_dropout.json"
 """Where a checkpoint keeps the state of the regulariser, beside those of the optimiser and the scheduler."""
@@ -54,7 +55,7 @@ class ExplicitDropoutMixin:
             model, regulariser, f"attached to the model that is trained ({type(model).__name__}) or to a part of it"
         )
         self.regulariser = regulariser
-        self._journal = Journal(regulariser)
+        self._journal = Journal()
 
     def compute_loss(
         self,
@@ -68,7 +69,8 @@ class ExplicitDropoutMixin:
         if not (model.training and torch.is_grad_enabled()):
             return result
         loss, outputs = result if return_outputs else (result, None)
-        penalty = self._journal.penalty()
+        penalty, values = called(self.regulariser)
+        self._journal.note(values)
         if self._loss_is_scaled(num_items_in_batch):
             penalty = penalty / self._batches_of_update()
         loss = loss + penalty.to(loss)
@@ -116,3 +118,22 @@ class ExplicitDropoutMixin:
 
 class ExplicitDropoutTrainer(ExplicitDropoutMixin, Trainer):
     """`transformers.Trainer` with a `regulariser`."""
+
+
+class Journal:
+    """What to log of a regulariser: means since the last reading, kept on the device until then."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | float] = {}
+        self.count = 0
+
+    def note(self, values: Mapping[str, Tensor | float]) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.count += 1
+
+    def read(self) -> dict[str, float]:
+        """The means since the last reading, as plain numbers; the one place that waits for a GPU."""
+        means = {name: float(total) / max(self.count, 1) for name, total in self.sums.items()}
+        self.sums, self.count = {}, 0
+        return means

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from explicit_dropout.attached import LayerLevel
 from explicit_dropout.errors import InputError
-from explicit_dropout.integrations import by_component, check_inside, checked
+from explicit_dropout.integrations import called, check_inside, checked
 
 
 class Joined(torch.autograd.Function):
@@ -48,12 +48,6 @@ def join(loss: Tensor, penalty: Tensor) -> None:
     except RuntimeError as error:
         expected = "a tensor that the penalty can join: a result of its own, such as loss.clone(), no leaf and no view"
         raise InputError("loss", expected, str(error)) from error
-
-
-def collected(regulariser: LayerLevel) -> bool:
-    """Whether there was a training forward pass since the regulariser was last called."""
-    collector = regulariser._collector
-    return any(slot.complete.items() for slot in (collector.compiled, collector.own()))
 
 
 class ExplicitDropoutCallback(Callback):
@@ -89,14 +83,12 @@ class ExplicitDropoutCallback(Callback):
             self.regulariser()  # which says why there was none
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if not pl_module.automatic_optimization and not collected(self.regulariser):
+        if not pl_module.automatic_optimization and not self.regulariser._collector.is_waiting():
             self._backward["without"] += 1
             return
         self._backward["with"] += 1
-        strengths = self.regulariser.strengths()
-        penalty = self.regulariser()
+        penalty, values = called(self.regulariser)
         if self.log:
-            values = {"penalty": penalty.detach(), **by_component(self.regulariser, strengths)}
             pl_module.log_dict({name: torch.as_tensor(value) for name, value in values.items()})
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scaled: Tensor = penalty if scaler is None else scaler.scale(penalty)
