@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import explicit_dropout as xd
-from explicit_dropout.sites import Attention, Site, find_sites
+from explicit_dropout.finding import find_sites
+from explicit_dropout.sites import Attention, Site
 
 
 class LiteralTraces:

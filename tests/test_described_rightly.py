@@ -220,8 +220,6 @@ def values_of(model, call):
 @pytest.mark.parametrize(("built", "given"), [(40, 40), (56, 40), (56, 56), (40, 56)])
 def test_what_fills_windows_of_images_does_not_count(name, noise, built, given):
     """10 × 10 patches fill 2 × 2 windows of 7 × 7 only with padding, in a layer that shifts them, too."""
-    from explicit_dropout import sites
-
     model, x = window_model(name, built).train(), torch.randn(2, 3, given, given, dtype=torch.float64)
     found, seen = terms(model, x, noise, value=1.0), values_of(model, x)
     assert len(found) == len(seen) == 2
@@ -233,7 +231,7 @@ def test_what_fills_windows_of_images_does_not_count(name, noise, built, given):
         assert_close(term.double(), expected.double(), rtol=1e-5, atol=0)
         if given == 40:
             assert (expected / xd.functional.linear(windows, weight, noise) - 1).abs() > 0.5
-    assert sites.find_sites(model)[0].path.endswith((".attention", ".attention.self"))
+    assert xd.find_sites(model)[0].path.endswith((".attention", ".attention.self"))
 
 
 def test_attention_of_clap_and_swin2sr_is_measured_at_its_call():

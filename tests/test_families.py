@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import explicit_dropout as xd
 import families
-from explicit_dropout.sites import unclaimed
+from explicit_dropout.finding import unclaimed
 from family import truth as known
 from family.attached import FAMILIES, LAWS, model_of, run, seen, supported, truths
 from family.patterns import BATCH, TOKENS

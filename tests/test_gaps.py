@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import explicit_dropout as xd
 from explicit_dropout import sites, testing
 from explicit_dropout.cli import main
-from explicit_dropout.sites import told_once, unclaimed, unclaimed_line
+from explicit_dropout.finding import told_once, unclaimed, unclaimed_line
 from explicit_dropout.testing import CHECKS, RuleError, check_rule
 
 WIDTH, HEADS = 32, 4

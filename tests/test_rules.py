@@ -7,9 +7,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import explicit_dropout as xd
-from explicit_dropout import kernels, perturbation, sites
+from explicit_dropout import finding, kernels, sites
 from explicit_dropout.sites import Pairs
-from explicit_dropout.testing import CHECKS, RuleError, check_rule
+from explicit_dropout.testing import CHECKS, RuleError, check_rule, measuring, repeating
 
 WIDTH, HEADS, KEY_HEADS, HIDDEN = 12, 4, 2, 20
 HEAD = WIDTH // HEADS
@@ -267,7 +267,7 @@ class Gated(nn.Module):
 
 
 def linear_layers(model):
-    return {site.path for site in sites.find_sites(model) if site.component == "feed_forward"}
+    return {site.path for site in finding.find_sites(model) if site.component == "feed_forward"}
 
 
 @pytest.mark.parametrize(
@@ -340,15 +340,15 @@ def test_an_encoder_layer_with_another_network_has_that():
     assert linear_layers(Replaced()) == {"mlp.gate", "mlp.fc1", "mlp.fc2"}
 
 
-# ------------------------------------------------------------------------------------------------ perturbation
+# ------------------------------------------------------------------------------------------------ masks, really drawn
 
 
 def test_attention_weights_are_read_out_of_the_real_attention(monkeypatch, model, x):
     use(monkeypatch)
-    layer = sites.find_layers(model)[0]
-    taken = perturbation.record(model, [layer], (x,), {})
-    with perturbation.steady(model):
-        read = perturbation.AttentionAgain(layer.described, taken.of(layer)[0]).weights()
+    layer = finding.find_layers(model)[0]
+    taken = repeating.record(model, [layer], (x,), {})
+    with repeating.steady(model):
+        read = repeating.AttentionAgain(layer.described, taken.of(layer)[0]).weights()
     seen = []
     model[0].mixer.noise.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(x)
@@ -362,7 +362,7 @@ def test_a_steady_model_draws_nothing_and_goes_back_to_what_it_was():
     host[1].train()
     x = torch.randn(2, 5, 8)
     state = torch.get_rng_state()
-    with perturbation.steady(host):
+    with repeating.steady(host):
         assert host.training
         first, second = host(x), host(x)
     assert torch.equal(first, second)
@@ -372,11 +372,11 @@ def test_a_steady_model_draws_nothing_and_goes_back_to_what_it_was():
 
 def test_one_mask_without_variance_is_measured_exactly(monkeypatch, model, x):
     use(monkeypatch)
-    layer = sites.find_layers(model)[0]
-    taken = perturbation.record(model, [layer], (x,), {})
+    layer = finding.find_layers(model)[0]
+    taken = repeating.record(model, [layer], (x,), {})
     value = next(site for site in sites.sites_of(layer) if site.component == "value")
-    with perturbation.steady(model):
-        drawn = perturbation.measure(value, taken.of(layer), xd.paper(0.3), 100)
+    with repeating.steady(model):
+        drawn = measuring.measure(value, taken.of(layer), xd.paper(0.3), 100)
     weight, _ = layer.described.value.parameters()
     assert drawn.samples == 1
     assert drawn.standard_error == 0

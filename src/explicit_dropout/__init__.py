@@ -12,6 +12,7 @@ from explicit_dropout.errors import (
     UnmatchedModelError,
     UnsupportedSiteError,
 )
+from explicit_dropout.finding import find_sites
 from explicit_dropout.loss_level import LossLevelDropout
 from explicit_dropout.noise import Noise, bernoulli, gaussian, inverted, paper
 from explicit_dropout.regulariser import ExplicitDropout
@@ -22,7 +23,6 @@ from explicit_dropout.sites import (
     Pairs,
     Projection,
     Site,
-    find_sites,
     register_rule,
     visible,
 )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from explicit_dropout import checks, kernels
 from explicit_dropout.attached import LayerLevel, firings, uncompiled
 from explicit_dropout.errors import CollectionError, InputError, UnsupportedSiteError
+from explicit_dropout.finding import unclaimed, unclaimed_line
 from explicit_dropout.hooks.calls import in_transform
 from explicit_dropout.hooks.collector import MOST_FORWARDS, Term
 from explicit_dropout.hooks.plan import Plan
@@ -31,7 +32,7 @@ from explicit_dropout.refusals import (
     refuse_unknown,
 )
 from explicit_dropout.selection import select
-from explicit_dropout.sites import COMPONENTS, Layer, Site, projection_of, unclaimed, unclaimed_line
+from explicit_dropout.sites import COMPONENTS, Layer, Site, projection_of
 from explicit_dropout.strengths import Strength
 from explicit_dropout.table import heads, shape, table
 from explicit_dropout.weights import is_sharded, modules_under_fsdp, sharded_energy

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from explicit_dropout.errors import InputError
+from explicit_dropout.finding import find_layers
 from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import check_components, chosen_layers, laws, refuse_second, unmatched
-from explicit_dropout.sites import Component, Dropout, Layer, Site, find_layers, sites_of
+from explicit_dropout.sites import Component, Dropout, Layer, Site, sites_of
 from explicit_dropout.stochastic import AttentionTreatment
 from explicit_dropout.strengths import Schedule, Strength, by_layer
 

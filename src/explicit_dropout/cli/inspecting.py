@@ -14,11 +14,12 @@ from torch import nn
 from explicit_dropout.cli import FINE
 from explicit_dropout.cli.models import load
 from explicit_dropout.cli.output import common_prefix, console, fitted, plural, print_plainly, shortened
+from explicit_dropout.finding import Unclaimed, find_sites, told_once, unclaimed, unclaimed_line
 from explicit_dropout.noise import inverted, paper
-from explicit_dropout.perturbation import refusal
 from explicit_dropout.refusals import unmatched
-from explicit_dropout.sites import Attention, Site, Unclaimed, find_sites, told_once, unclaimed, unclaimed_line
+from explicit_dropout.sites import Attention, Site
 from explicit_dropout.table import heads, shape
+from explicit_dropout.testing.measuring import refusal
 
 
 def inspect(

@@ -20,12 +20,14 @@ from explicit_dropout.cli.models import load
 from explicit_dropout.cli.output import common_prefix, console, fitted, plural, shortened
 from explicit_dropout.cli.plotting import check_file, draw
 from explicit_dropout.errors import ExplicitDropoutError, InputError
+from explicit_dropout.finding import told_once, unclaimed, unclaimed_line
 from explicit_dropout.noise import Noise, bernoulli, gaussian, inverted, paper
-from explicit_dropout.perturbation import Record, closed_forms, measure, record, refusal, sites_by_layer, steady
 from explicit_dropout.refusals import unmatched
 from explicit_dropout.sampling import Estimate
-from explicit_dropout.sites import COMPONENTS, Component, Site, told_once, unclaimed, unclaimed_line
+from explicit_dropout.sites import COMPONENTS, Component, Site
 from explicit_dropout.testing import Failure, Report, misdescribed
+from explicit_dropout.testing.measuring import closed_forms, measure, refusal, sites_by_layer
+from explicit_dropout.testing.repeating import Record, record, steady
 
 DEVIATIONS = 4.5
 """Standard errors beyond which a site disagrees: by chance, one site in 150 000."""

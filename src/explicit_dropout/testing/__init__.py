@@ -9,13 +9,15 @@ from typing import Any
 from torch import nn
 
 from explicit_dropout.errors import UnmatchedModelError
+from explicit_dropout.finding import unclaimed, unclaimed_line
 from explicit_dropout.noise import Noise, bernoulli
-from explicit_dropout.perturbation import record, sites_by_layer
-from explicit_dropout.sites import Site, unclaimed, unclaimed_line
+from explicit_dropout.sites import Site
 from explicit_dropout.testing import copies
 from explicit_dropout.testing.describes import fires, misdescribed, refused
-from explicit_dropout.testing.exact import exact, gradients
+from explicit_dropout.testing.exact import agreements, gradients
 from explicit_dropout.testing.host import Host
+from explicit_dropout.testing.measuring import sites_by_layer
+from explicit_dropout.testing.repeating import record
 from explicit_dropout.testing.report import CHECKS, Check, Failure, Report, RuleError, stop_at
 
 __all__ = ["CHECKS", "Failure", "Report", "RuleError", "check_rule", "misdescribed"]
@@ -65,7 +67,7 @@ def check_rule(
     stop_at(fires([layer for layer in layers if not refused(layer)], taken))
     report.done("fires", [site.name for site in sites if not refused(site.source)])
     stop_at(misdescribed(model, layers, taken, report))
-    laws = exact(host, noise, sites, taken, samples, seed, report)
+    laws = agreements(host, noise, sites, taken, samples, seed, report)
     stop_at(gradients(host, laws, report))
     checks: dict[Check, Callable[[Host, Noise, Sequence[Site]], str | None]] = {
         "compile": copies.compiled, "deepcopy": copies.copied, "pickle": copies.pickled,

@@ -12,10 +12,11 @@ from torch import nn
 
 from explicit_dropout.errors import ExplicitDropoutError
 from explicit_dropout.noise import Noise
-from explicit_dropout.perturbation import steady, strengths
 from explicit_dropout.regulariser import ExplicitDropout
 from explicit_dropout.sites import Site
 from explicit_dropout.testing.host import Host
+from explicit_dropout.testing.measuring import unit_strengths
+from explicit_dropout.testing.repeating import steady
 from explicit_dropout.testing.report import close
 
 
@@ -40,7 +41,7 @@ def compiled(host: Host, noise: Noise, sites: Sequence[Site]) -> str | None:
         except Exception as error:
             return f"the model itself does not compile in one graph ({type(error).__name__})"
         quiet = _quiet(host.model)
-        with ExplicitDropout(quiet, noise, padding=None, **strengths(sites)) as reg:
+        with ExplicitDropout(quiet, noise, padding=None, **unit_strengths(sites)) as reg:
             expected = host.penalty(reg, quiet)
             found = host.penalty(reg, in_one_graph(quiet))
             found.backward()  # type: ignore[no-untyped-call]
@@ -70,7 +71,7 @@ def pickled(host: Host, noise: Noise, sites: Sequence[Site]) -> str | None:
 
 def _twinned(host: Host, noise: Noise, sites: Sequence[Site], twin: Callable[[nn.Module], Any], how: str) -> None:
     """A twin of the model can be made while terms are live, runs, and adds nothing to the penalty of the model."""
-    with ExplicitDropout(host.model, noise, padding=None, **strengths(sites)) as reg, steady(host.model):
+    with ExplicitDropout(host.model, noise, padding=None, **unit_strengths(sites)) as reg, steady(host.model):
         before = host.penalty(reg)
         host.run()  # live terms are in the collector now
         other = twin(host.model)

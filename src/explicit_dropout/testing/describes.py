@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import InputError, UnsupportedSiteError
-from explicit_dropout.perturbation import AttentionAgain, Record, projected, steady
 from explicit_dropout.sites import OF_ATTENTION, SCORES, Attention, FeedForward, Layer, Projection
+from explicit_dropout.testing.repeating import AttentionAgain, Record, projected, steady
 from explicit_dropout.testing.report import TOLERANCE, Check, Failure, Report, close
 
 

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import ExplicitDropoutError
+from explicit_dropout.finding import told_once
 from explicit_dropout.noise import Noise, paper
-from explicit_dropout.perturbation import Record, closed_forms, measure, refusal, steady, strengths
 from explicit_dropout.regulariser import ExplicitDropout
-from explicit_dropout.sites import Attention, Projection, Site, told_once
+from explicit_dropout.sites import Attention, Projection, Site
 from explicit_dropout.testing.host import Host
+from explicit_dropout.testing.measuring import closed_forms, measure, refusal, unit_strengths
+from explicit_dropout.testing.repeating import Record, steady
 from explicit_dropout.testing.report import TOLERANCE, Failure, Report, RuleError, stop_at
 
 DEVIATIONS = 5.0
 """Standard errors up to which a closed form and Monte Carlo agree."""
 
 
-def exact(
+def agreements(
     host: Host, noise: Noise, sites: Sequence[Site], taken: Record, samples: int, seed: int, report: Report
 ) -> dict[Site, Noise]:
     """Closed form against Monte Carlo; and the law under which each site was found exact."""
@@ -72,7 +74,7 @@ def gradients(host: Host, laws: Mapping[Site, Noise], report: Report) -> list[Fa
         done.add(key)
         same = [s for s in laws if (s.layer, s.component, s.source.path) == key]
         host.model.zero_grad()
-        with ExplicitDropout(host.model, law, padding=None, **strengths([site])) as reg, steady(host.model):
+        with ExplicitDropout(host.model, law, padding=None, **unit_strengths([site])) as reg, steady(host.model):
             host.run()
             try:
                 reg().backward()  # type: ignore[no-untyped-call]
