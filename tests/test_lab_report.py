@@ -20,7 +20,7 @@ from explicit_dropout.lab.report import build, latex, markdown, tables, write_re
 from explicit_dropout.lab.report.curves import course, sites
 from explicit_dropout.lab.report.heatmaps import colour_range
 from explicit_dropout.lab.report.legend import legend, parts
-from explicit_dropout.lab.report.page import findings
+from explicit_dropout.lab.report.sentences import findings
 from explicit_dropout.lab.report.svg import Scale, element, thinned
 from explicit_dropout.lab.report.tables import percent
 from explicit_dropout.lab.rows import EXACT, paper_treatments

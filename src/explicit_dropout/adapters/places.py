@@ -9,7 +9,7 @@ they know, in the shape of attention or of a network.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -49,23 +49,27 @@ def in_place(found: Iterable[Found], paths: Mapping[nn.Module, str]) -> Iterator
     }
     named = {_parts(path) for module, path in paths.items() if ATTENTION.search(type(module).__name__)}
     claimed = {layer.module for item in found if not _is_sequence(item) for layer in item.described.projections}
+
+    def is_something_else(item: Found, network: FeedForward, path: Path) -> bool:
+        if makes_positions(item.module, path) or steers(path) or inside_attention(network, path, attention):
+            return True
+        twice = _is_sequence(item) and claimed & {layer.module for layer in network.layers}
+        return bool(twice) or (_is_sequence(item) and not stands_beside(path, named | set(attention)))
+
     for item in found:
         network, path = item.described, _parts(paths[item.module])
-        if item.guessed and isinstance(network, FeedForward) and network.layers:
-            if makes_positions(item.module, path) or steers(path) or inside_attention(network, path, attention):
-                continue
-            if _is_sequence(item) and (
-                claimed & {layer.module for layer in network.layers} or not stands_beside(path, named | set(attention))
-            ):
-                continue
-            mixture = mixture_around(path, modules, attention)
-            if mixture is not None:
-                if mixture not in mixtures:
-                    reason = "its experts see different tokens at every step"
-                    yield Found(mixture, FeedForward((), mixture, obstacle=reason), guessed=True)
-                mixtures.add(mixture)
-                continue
-        yield item
+        if not (item.guessed and isinstance(network, FeedForward) and network.layers):
+            yield item
+            continue
+        if is_something_else(item, network, path):
+            continue
+        mixture = mixture_around(path, modules, attention)
+        if mixture is None:
+            yield item
+        elif mixture not in mixtures:
+            mixtures.add(mixture)
+            reason = "its experts see different tokens at every step"
+            yield Found(mixture, FeedForward((), mixture, obstacle=reason), guessed=True)
 
 
 def mixture_around(path: Path, modules: Mapping[Path, nn.Module], attention: Collection[Path]) -> nn.Module | None:
@@ -132,14 +136,10 @@ def left_over(model: nn.Module, found: Iterable[Described]) -> list[tuple[str, i
 
     Heads, embeddings, poolers, routers and adapters stand elsewhere, alone, or have other shapes.
     """
-    found = list(found)
     modules = {_parts(path): module for path, module in model.named_modules()}
-    paths = {module: path for path, module in modules.items()}
-    taken = {paths[part.module]: part.shape[1] for item in found for part in item.projections if part.module in paths}
-    for item in found:
-        if item.module in paths and (isinstance(item, Attention) or item.obstacle):
-            taken.setdefault(paths[item.module], 0)  # with all that is inside it
+    taken = claimed_widths(list(found), {module: path for path, module in modules.items()})
     widths: dict[Path, dict[Path, set[int]]] = {}
+    """Of the claimed layers, by the list that their block stands in, and by block."""
     for path, features in taken.items():
         stack, block = block_of(path, modules)
         widths.setdefault(stack, {}).setdefault(block, set()).add(features)
@@ -157,6 +157,15 @@ def left_over(model: nn.Module, found: Iterable[Described]) -> list[tuple[str, i
         shaped = in_shape(layers, known, network=alike)
         rows += [(".".join((*path, name)), *shape) for name, shape in layers.items() if name in shaped]
     return rows
+
+
+def claimed_widths(found: Sequence[Described], paths: dict[nn.Module, Path]) -> dict[Path, int]:
+    """The layers that descriptions claim, with the widths of their inputs, and what is claimed with all inside it."""
+    taken = {paths[part.module]: part.shape[1] for item in found for part in item.projections if part.module in paths}
+    for item in found:
+        if item.module in paths and (isinstance(item, Attention) or item.obstacle):
+            taken.setdefault(paths[item.module], 0)
+    return taken
 
 
 def does_something_else(holder: nn.Module, path: Path) -> bool:

@@ -16,7 +16,8 @@ from explicit_dropout.lab.report import Report, build, console_table, results_ta
 from explicit_dropout.lab.report.datasets import warnings
 from explicit_dropout.lab.report.formats import WIDE
 from explicit_dropout.lab.report.legend import legend
-from explicit_dropout.lab.report.page import Live, findings
+from explicit_dropout.lab.report.page import Live
+from explicit_dropout.lab.report.sentences import findings
 from explicit_dropout.lab.report.serving import LiveReport, Server
 from explicit_dropout.lab.store import Store
 

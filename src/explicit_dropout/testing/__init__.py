@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -69,6 +69,12 @@ def check_rule(
     stop_at(misdescribed(model, layers, taken, report))
     laws = agreements(host, noise, sites, taken, samples, seed, report)
     stop_at(gradients(host, laws, report))
+    _of_copies(host, laws, report, compile)
+    return report
+
+
+def _of_copies(host: Host, laws: Mapping[Site, Noise], report: Report, compile: bool) -> None:
+    """The checks of compiled, copied and saved models, for the sites of each law together."""
     checks: dict[Check, Callable[[Host, Noise, Sequence[Site]], str | None]] = {
         "compile": copies.compiled, "deepcopy": copies.copied, "pickle": copies.pickled,
     }  # fmt: skip
@@ -80,9 +86,10 @@ def check_rule(
             try:
                 reason = check(host, law, together)
             except Exception as error:
-                raise RuleError([Failure(name, type(model).__name__, f"{type(error).__name__}: {error}")]) from error
+                raise RuleError(
+                    [Failure(name, type(host.model).__name__, f"{type(error).__name__}: {error}")]
+                ) from error
             if reason:
                 report.skip({name: [site.name for site in together]}, f"{name}: {reason}")
             else:
                 report.done(name, [site.name for site in together])
-    return report

@@ -1,6 +1,6 @@
 """Reports: tables with the paper's numbers beside ours, figures, and everything needed to make them again.
 
-store = Store("runs")
+store = Store("results")
 report = build(store, [(experiment, "experiments/table4.py")])
 write_report(report, "report")                 # report.html, .md, .tex, .csv and configurations.csv
 print(tables(experiment, results)[0])          # one table as Markdown
@@ -21,6 +21,7 @@ from explicit_dropout.lab.report.datasets import fingerprints, warnings
 from explicit_dropout.lab.report.formats import console_table, latex, markdown
 from explicit_dropout.lab.report.page import Live
 from explicit_dropout.lab.report.reading import Part, experiments_in, read
+from explicit_dropout.lab.report.sentences import findings
 from explicit_dropout.lab.report.tables import Table, configuration_records, records, results_table, tables, tables_of
 from explicit_dropout.lab.store import Store
 
@@ -55,7 +56,7 @@ class Report:
             experiment = part.experiment
             lines = [f"# {formats.prose(experiment.title)}", ""]
             lines += [f"**{formats.prose(sentence)}**\n" for sentence in warnings(part)]
-            lines += [formats.prose(sentence) for sentence in page.findings(part.analysis)]
+            lines += [formats.prose(sentence) for sentence in findings(part.analysis)]
             lines += ["", *(f"- {formats.prose(note)}" for note in experiment.notes)]
             for question in experiment.questions:
                 said = answers(part.analysis, question)

@@ -24,17 +24,17 @@ from explicit_dropout.lab.report.forest import forest, verdict
 from explicit_dropout.lab.report.heatmaps import views
 from explicit_dropout.lab.report.legend import legend
 from explicit_dropout.lab.report.reading import Part, Record, recorded
+from explicit_dropout.lab.report.sentences import findings
 from explicit_dropout.lab.report.svg import element
 from explicit_dropout.lab.report.tables import (
     METRICS,
     Column,
     configurations_table,
     diagnostics_table,
-    measured,
     percent,
     results_table,
 )
-from explicit_dropout.lab.statistics import Analysis, Comparison, edges
+from explicit_dropout.lab.statistics import edges
 
 
 @dataclass(frozen=True)
@@ -168,60 +168,6 @@ def part_view(part: Part, anchor: str, store: str) -> dict[str, Any]:
         "commands": commands.for_rows(part, store),
         "sweep": commands.sweep(part, store),
     }  # fmt: skip
-
-
-def findings(analysis: Analysis, *, intervals: bool = True) -> list[str]:
-    """The table in sentences: how far it is, what the baseline has, which rows differ after correction.
-
-    intervals: whether the table that they stand beside has intervals, which may then seem to say something else.
-    """
-    said = []
-    if not analysis.complete:
-        failed = f", {analysis.failed} failed" if analysis.failed else ""
-        said.append(f"Preliminary: {analysis.finished} of {analysis.planned} runs are finished{failed}.")
-    base = analysis.baseline
-    if not base.test.n:
-        return [*said, f"The baseline {base.name} has no result yet, so nothing can be compared with it."]
-    metric = METRICS[analysis.experiment.metric]
-    said.append(f"The baseline {base.name} has a test {metric} of {measured(base.test)}\u00a0%.")
-    compared = [row for row in analysis.rows if row.comparison is not None]
-    if not compared:
-        return said
-    groups: dict[str, list[str]] = {"higher": [], "lower": [], "": []}
-    for row in compared:
-        difference = row.comparison.difference if row.comparison else None
-        mean = difference.mean if difference else None
-        groups[verdict(row.comparison)].append(f"{row.name} ({percent(mean, signed=True)})")
-    if not any(row.comparison and row.comparison.holm is not None for row in compared):
-        return [*said, "There are not enough repetitions to tell any row from it."]
-    family = len(analysis.rows) - 1
-    opening = f"After Holm's correction for {family} comparisons" if family > 1 else "In a paired test"
-    parts = [f"{_listed(groups[word])} {word} than it" for word in ("higher", "lower") if groups[word]]
-    if groups[""] and parts:
-        others = "one other row" if len(groups[""]) == 1 else f"{len(groups[''])} other rows"
-        parts.append(f"{others} cannot be told apart from it")
-    said.append(f"{opening}, at the 5\u00a0% level, {'; '.join(parts) or 'no row can be told apart from it'}.")
-    if groups[""]:
-        alike = [row.comparison for row in compared if row.comparison and not verdict(row.comparison)]
-        said.append(caution(alike, corrected=family > 1, intervals=intervals))
-    return said
-
-
-def caution(alike: Sequence[Comparison], *, corrected: bool, intervals: bool) -> str:
-    """What follows where rows cannot be told apart from the baseline: not that they are the same."""
-    few, many = (extreme(comparison.difference.n for comparison in alike) for extreme in (min, max))
-    n = f"{few} pairs of runs" if few == many else f"{few} to {many} pairs of runs"
-    said = f"Rows not told apart need not be equal: with {n}, differences as large as theirs may be real and not show."
-    if corrected and intervals:
-        said += " The intervals are of single comparisons, the p-values are corrected for their number."
-    return said
-
-
-def _listed(names: Sequence[str]) -> str:
-    """a is / a and b are / a, b and c are"""
-    if len(names) == 1:
-        return f"{names[0]} is"
-    return f"{', '.join(names[:-1])} and {names[-1]} are"
 
 
 def progress_bar(planned: int, finished: int, begun: int, failed: int) -> Markup:
