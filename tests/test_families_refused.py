@@ -417,3 +417,38 @@ def test_a_mask_that_no_rule_explains_is_refused() -> None:
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     refused = {**scores("mask"), "attended_value": ("every law", "mask|weights=")}
     check(Own(), ((X, mask), {}), refused, ("query", "key", "query_key"))
+
+
+def sigmoid_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **unused):
+    del module, mask, dropout, unused
+    return ((query @ key.mT * scaling).sigmoid() @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("component", ["query", "key", "query_key", "attended_value"])
+def test_attention_by_a_function_of_ones_own_is_refused_whenever_it_comes(component, when):
+    transformers = pytest.importorskip("transformers")
+    transformers.AttentionInterface.register("sigmoid", sigmoid_attention)
+    transformers.AttentionMaskInterface.register("sigmoid", transformers.masking_utils.sdpa_mask)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    model, ids = transformers.BertModel(config).train(), torch.randint(50, (2, 6))
+    words = "computes attention by 'sigmoid', which .*sigmoid_attention was registered as"
+    if when == "before":
+        model.set_attn_implementation("sigmoid")
+        with pytest.raises(xd.UnsupportedSiteError, match=words):
+            xd.ExplicitDropout(model, xd.paper(0.2), **{component: 1.0})
+    else:
+        reg = xd.ExplicitDropout(model, xd.paper(0.2), **{component: 1.0})
+        model(ids)
+        assert reg() > 0
+        model.set_attn_implementation("sigmoid")
+        model(ids)
+        with pytest.raises(xd.UnsupportedSiteError, match=words):
+            reg()
+        reg.remove()
+    model.set_attn_implementation("sigmoid")
+    reg = xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0, feed_forward=1.0)
+    model(ids)
+    assert reg() > 0

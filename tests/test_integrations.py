@@ -20,8 +20,9 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.tuner import Tuner  # noqa: E402
 
 from explicit_dropout.integrations.huggingface import (  # noqa: E402
     STATE_FILE,
@@ -369,6 +370,30 @@ def test_lightning_resumed_is_the_one_that_never_stopped(tmp_path):
     resumed, resumed_reg = trained(tmp_path / "part", 3, ckpt_path=str(tmp_path / "part" / "epoch=0.ckpt"))
     assert resumed_reg.calls == reg.calls == 18
     same_weights(whole, resumed, tolerance=0)
+
+
+@pytest.mark.parametrize("search", ["Tuner", "LearningRateFinder", "BatchSizeFinder"])
+def test_lightning_may_search_for_a_learning_rate_or_a_batch_size_first(tmp_path, search, recwarn):
+    class Searched(Module):
+        def __init__(self, model):
+            super().__init__(model)
+            self.batch_size = 2
+
+        def train_dataloader(self):
+            return DataLoader(examples(False), self.batch_size)
+
+    module = Searched(classifier())
+    reg = attached(module.model)
+    finders = {
+        "LearningRateFinder": [LearningRateFinder(num_training_steps=80, attr_name="rate")],
+        "BatchSizeFinder": [BatchSizeFinder(max_trials=2)],
+    }
+    trainer = lightning_trainer(tmp_path, reg, max_epochs=-1, max_steps=3, callbacks=finders.get(search, []))
+    if search == "Tuner":
+        Tuner(trainer).lr_find(module, num_training=80, attr_name="rate")
+    trainer.fit(module)
+    assert reg.calls == 3
+    assert not [one for one in recwarn if "without a call of the regulariser" in str(one.message)]
 
 
 class Manual(Module):

@@ -87,6 +87,39 @@ def test_a_batch_that_is_discarded_is_no_batch_without_a_penalty():
         step(model, optimiser, reg)
 
 
+@pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)
+def test_a_pass_that_was_differentiated_before_its_penalty_is_an_error_that_says_so(attach):
+    model = encoder(0.1)
+    reg = attach(model)
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)  # in search of an adversarial example
+    model(x)
+    with pytest.raises(xd.CollectionError, match="has gone through a forward pass of TransformerEncoder that waits"):
+        reg()
+    torch.autograd.grad(model(x).sum(), x)
+    reg.discard()
+    loss = model(x).mean() + reg()
+    loss.backward()
+    model(x).mean().backward()
+    with pytest.raises(xd.CollectionError, match="differentiate loss \\+ reg\\(\\) at once"):
+        reg()
+
+
+@pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)
+def test_a_pass_whose_graph_was_kept_has_its_penalty(attach):
+    model = encoder(0.1)
+    reg = attach(model)
+    x = X.clone().requires_grad_()
+    loss = model(x).square().mean()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    (loss + reg()).backward()
+    first = model(x).mean()
+    penalty = reg()
+    model(x)
+    (first + penalty).backward()  # of the pass before, while another waits
+    reg().backward()
+
+
 def test_steps_of_another_model_do_not_count():
     model, other = encoder(), nn.Linear(8, 8)
     reg = attached(model)

@@ -297,6 +297,49 @@ def test_what_cannot_be_tried_is_taken_at_its_word(model):
     xd.ExplicitDropout(model, xd.paper(0.2), query=1.0).remove()
 
 
+class Changing(Separate):
+    """Plain attention as long as parameters of its own are what they begin with."""
+
+    def __init__(self, kind):
+        super().__init__()
+        width = self.q_proj.in_features
+        self.kind = kind
+        if kind == "low rank":
+            self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+            nn.init.zeros_(self.up.weight)
+        else:
+            self.gain = nn.Parameter(torch.ones(self.num_heads, 1, 1))
+
+    def forward(self, x):
+        queries = self.q_proj(x) + (self.up(self.down(x)) if self.kind == "low rank" else 0)
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in (queries, self.k_proj(x), self.v_proj(x))
+        )
+        q = q * self.gain if self.kind == "scale" else q
+        attended = F.scaled_dot_product_attention(q, k, v)
+        attended = attended * self.gain if self.kind == "heads" else attended
+        result = self.out_proj(attended.transpose(1, 2).flatten(2))
+        return result * self.gain.flatten()[0] if self.kind == "branch" else result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "name"), [("low rank", "up.weight"), ("scale", "gain"), ("heads", "gain")])
+def test_what_parameters_will_change_is_refused_before_they_do(kind, name, dtype):
+    model = Changing(kind).to(dtype)
+    for component in (*SCORES, "attended_value"):
+        with pytest.raises(xd.UnsupportedSiteError, match=rf"only while its `{name}` is what it is now"):
+            xd.ExplicitDropout(model, xd.paper(0.2), **{component: 1.0})
+    xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0).remove()
+
+
+def test_parameters_that_act_elsewhere_do_not_matter():
+    model = Changing("branch")
+    before = copy.deepcopy(model.state_dict())
+    xd.ExplicitDropout(model, xd.inverted(0.2), key=1.0, attended_value=1.0).remove()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 class Counting(Separate):
     """With all that a trial could leave behind."""
 

@@ -184,6 +184,38 @@ LOOKS_AT = {
 }
 
 
+class Reverse(torch.autograd.Function):
+    """The identity, whose gradient changes its sign."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return -gradient
+
+
+@pytest.mark.parametrize("use", [Reverse.apply, lambda x: x * 1.0], ids=["a function of one's own", "torch"])
+def test_what_a_function_of_ones_own_makes_of_a_result_is_a_use_of_it(use):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.dropout = nn.Linear(8, 16), nn.Dropout(0.25)
+            self.label, self.domain = nn.Linear(16, 3), nn.Linear(16, 2)
+
+        def forward(self, x):
+            hidden = self.dropout(self.body(x).relu())
+            return self.label(hidden), self.domain(use(hidden))
+
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(6, 8)
+    twins = xd.convert_dropout(model, 1.0)
+    model(x)
+    torch.testing.assert_close(twins(), xd.functional.hidden(model.body(x).relu(), xd.inverted(0.25)))
+    assert [site.component for site in twins.sites] == ["hidden"]
+
+
 @pytest.mark.parametrize("look", LOOKS_AT.values(), ids=LOOKS_AT)
 def test_looking_at_what_frozen_layers_make_does_not_change_its_twin(look):
     def run(self, x):

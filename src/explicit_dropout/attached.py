@@ -52,13 +52,21 @@ class Attached(ABC):
             raise CollectionError("the regulariser was removed from its model; attach a new one")
         if self._collector.inert:
             raise CollectionError("this regulariser is a copy, and copies are not attached; attach a new one")
-        steps, forwards = self._collector.steps, self._collector.take()
+        steps, spent = self._collector.steps, self._collector.spent
+        forwards = self._collector.take()
         if steps and forwards:
             raise CollectionError(
                 f"an optimiser of {type(self.model).__name__} has made a step since a forward pass that waits for this "
                 "call, whose weights are gone. Call the regulariser after every forward pass in train mode, before "
                 "weights change, or discard() passes that are not to be regularised. The terms of all passes are "
                 "dropped now."
+            )
+        if spent and forwards:
+            raise CollectionError(
+                f"a backward pass has gone through a forward pass of {type(self.model).__name__} that waits for this "
+                "call, and has freed its graph. Call the regulariser first, and differentiate loss + reg() at once. "
+                "discard() passes that are not to be regularised, such as those that look for adversarial examples or "
+                "train another network. The terms of all passes are dropped now."
             )
         return forwards
 

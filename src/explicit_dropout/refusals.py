@@ -133,10 +133,23 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
                 f"{site.name}: reading='paper' merges heads, which needs as many key heads as query heads, not "
                 f"{attention.key_heads} and {attention.heads}. Use reading='model'."
             )
+    refuse_departure(site)
     if site.component == "attended_value" and noise.variance and attention.weights is None:
         raise UnsupportedSiteError(
             f"{site.name}: {noise} needs the attention weights, which cannot be had here: "
             f"{attention.weights_obstacle or 'no rule says where they are'}. Or use paper(p), which needs none."
+        )
+
+
+def refuse_departure(site: Site) -> None:
+    """An attention that computes something else of its scores than a rule has said of it, as it stands now."""
+    attention = site.source.described
+    if not isinstance(attention, Attention) or attention.departs is None or site.component == "value":
+        return
+    if reason := attention.departs(attention.module):
+        raise UnsupportedSiteError(
+            f"{site.name}: {reason}. Use another implementation (sdpa, eager), or value and feed_forward alone, which "
+            "do not depend on it."
         )
 
 

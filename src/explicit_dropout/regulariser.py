@@ -26,6 +26,7 @@ from explicit_dropout.refusals import (
     no_forward,
     places_of,
     refuse_chunks,
+    refuse_departure,
     refuse_replaced,
     refuse_sharded,
     refuse_silent,
@@ -141,6 +142,8 @@ class ExplicitDropout(LayerLevel):
         if not forwards:
             raise no_forward(self.model)
         refuse_replaced(self._places)
+        for site in self.sites:
+            refuse_departure(site)
         self._refuse_changed(forwards)
         if not self._sharding_known:
             refuse_sharded(self.model, self.sites, self._laws)

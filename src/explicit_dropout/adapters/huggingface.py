@@ -8,6 +8,8 @@ below alone. Names of transformers 4 (`attention.attention.query` of ViT) and 5 
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -57,7 +59,7 @@ def describe_attention(module: Any, **overrides: Any) -> Attention | None:
     if not any("Attention" in base.__name__ for base in type(module).__mro__):
         return None
     family = _family(module)
-    settings: dict[str, Any] = {"pairs": attention_pairs, "weights": "compute"}
+    settings: dict[str, Any] = {"pairs": attention_pairs, "weights": "compute", "departs": own_function}
     if family in TURNED:
         settings["rotary"] = rotary
     if family not in PLAIN | TURNED:
@@ -263,6 +265,21 @@ def _family(module: nn.Module) -> str:
 
 def _implementation(module: nn.Module) -> str | None:
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def own_function(module: nn.Module) -> str | None:
+    """Why nobody knows what an attention computes: its model calls a function that is none of the library's."""
+    name, models = _implementation(module), sys.modules.get("transformers.modeling_utils")
+    functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", None)
+    if name is None or functions is None or name not in functions or "/" in name:  # eager; or a kernel of the hub
+        return None
+    function = functions[name]
+    if inspect.unwrap(function).__module__.startswith("transformers."):
+        return None
+    return (
+        f"the model computes attention by {name!r}, which {function.__module__}.{function.__qualname__} was registered "
+        "as, and no rule says what that does"
+    )
 
 
 def _window(module: Any) -> Any:

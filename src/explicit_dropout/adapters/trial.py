@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -60,9 +60,34 @@ def tried(attention: Attention, doubts: Mapping[str, bool]) -> Attention:
         going_on = seen if output is attention else Trial(output).call(len(seen.attended))
         for reading in readings(output):
             if going_on is not None and explains(reading, going_on):
-                return settled(reading, doubts)
+                return moved(reading, len(going_on.attended)) or settled(reading, doubts)
     single = trial.call(1)
     return attention if single is None else contradicted(trial, seen, single)
+
+
+def moved(attention: Attention, tokens: int) -> Attention | None:
+    """The same, with what depends on how refused, if it is something else once its other parameters change; or None.
+
+    Gains of 1 and low-rank updates of 0 do nothing at first, and training or a checkpoint makes them do something.
+    """
+    layers = [part.module for part in attention.projections] + ([attention.output] if attention.output else [])
+    known = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    others = {name: p for name, p in attention.module.named_parameters() if id(p) not in known}
+    if not others or still_explained(attention, others.values(), tokens):
+        return None
+    acting = [name for name, p in others.items() if not still_explained(attention, [p], tokens)] or [*others]
+    named = ", ".join(f"`{name}`" for name in acting[:3]) + (", …" if len(acting) > 3 else "")
+    reason = (
+        f"tried with random tokens, {type(attention.module).__name__} computes {formula(attention)} only while its "
+        f"{named} is what it is now, and that may change"
+    )
+    return replace(attention, refused={**dict.fromkeys((*SCORES, "attended_value"), reason), **attention.refused})
+
+
+def still_explained(attention: Attention, others: Iterable[nn.Parameter], tokens: int) -> bool:
+    """Whether a reading explains a call as well when other parameters of the module have other values."""
+    seen = Trial(attention, moved=others).call(tokens)
+    return seen is not None and explains(attention, seen)
 
 
 def settled(attention: Attention, doubts: Mapping[str, bool]) -> Attention:
@@ -230,9 +255,12 @@ def name_of(projection: Projection, attention: Attention) -> str:
 
 
 class Trial:
-    """A copy of an attention module, with its parameters, for calls that leave nothing behind."""
+    """A copy of an attention module, with its parameters, for calls that leave nothing behind.
 
-    def __init__(self, attention: Attention, *, grid: bool = False) -> None:
+    moved: those of which the copy has its own, with other values.
+    """
+
+    def __init__(self, attention: Attention, *, grid: bool = False, moved: Iterable[nn.Parameter] = ()) -> None:
         self.attention, self.grid = attention, grid
         self.copies: dict[nn.Module, nn.Module] = {}
         self.factor = 1.0
@@ -240,7 +268,9 @@ class Trial:
             return
         module = attention.module
         half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in module.parameters())
-        memo: dict[int, Any] = {} if half else {id(parameter): parameter for parameter in module.parameters()}
+        moved = list(moved)
+        kept = {id(parameter): parameter for parameter in module.parameters()}
+        memo: dict[int, Any] = {} if half else {key: p for key, p in kept.items() if not any(p is one for one in moved)}
         try:
             copied = copy.deepcopy(module, memo).eval()
         except Exception:  # it holds what cannot be copied
@@ -254,6 +284,10 @@ class Trial:
             setattr(self.copies.get(dropout.module, dropout.module), dropout.name, 0.0)
         if half:
             copied.float()
+        random = torch.Generator().manual_seed(2)
+        for parameter in (memo[id(one)] for one in moved):
+            factor, added = 0.5 * torch.randn(2, *parameter.shape, generator=random).to(parameter)
+            parameter.data.mul_(1 + factor).add_(added)
 
     def call(self, tokens: int, *, gradients: bool = False) -> Seen | None:
         """What a call with so many tokens shows; None if it cannot be made or shows too little."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
 
+FUNCTIONS = str(Path("torch", "autograd", "function.py"))
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Models around a model, in `module`, that pass their arguments on."""
 
@@ -76,6 +78,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that is under way leaves its graph for another."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def in_transform() -> bool:
     """Whether torch.func runs this: vmap, grad and the like."""
     return torch._C._are_functorch_transforms_active()
@@ -89,6 +96,11 @@ def is_checkpointing() -> bool:
         return any("checkpoint.py" in code.co_filename and "torch" in code.co_filename for code in _codes())
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+
+
+def is_in_function() -> bool:
+    """Whether a `torch.autograd.Function` runs this."""
+    return any(code.co_filename.endswith(FUNCTIONS) for code in _codes())
 
 
 def _codes() -> Iterator[Any]:

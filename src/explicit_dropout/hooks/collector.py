@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import calls_itself, in_backward
+from explicit_dropout.hooks.calls import calls_itself, in_backward, in_transform, keeps_graph
 from explicit_dropout.hooks.told import Known, Lengths, Masks, Said, Samples, Told, Unpadded, is_pretrained
+from explicit_dropout.hooks.torch_functions import tensors_in
 from explicit_dropout.weights import modules_under_fsdp
 
 MOST_FORWARDS = 64
@@ -168,6 +170,10 @@ class Collector:
         self.held: dict[str, Tensor | None] = {}  # the weights of the model itself, by site
         self.lengths: dict[str, Lengths] = {}  # of sequences of sound, by the model that shortens them
         self.steps = 0  # of optimisers, since passes wait
+        self.spent = False  # whether a backward pass has freed the graph of one that waits
+        self.taken = 0
+        self.is_trial: Callable[[], bool] = bool
+        """Whether a framework tries something out meanwhile, without the penalty: its passes are of no account."""
         self.networks: list[Any] = []  # what is known of activations, each told when a pass begins
         self.compiled = Slot()
         self.threads = Threads()
@@ -219,6 +225,8 @@ class Collector:
         elif own.waiting >= MOST_FORWARDS:
             own.take()
             own.abandon()
+            if self.is_trial():
+                return
             raise CollectionError(
                 f"{MOST_FORWARDS} forward passes in train mode wait for a call of the regulariser, and each keeps its "
                 "graph alive; their terms are dropped now. Call the regulariser once for every backward pass, run "
@@ -231,8 +239,8 @@ class Collector:
                 network.begin()
         own.begin(call)
 
-    def end(self) -> None:
-        """The forward pass has come to its end."""
+    def end(self, output: object = None) -> None:
+        """The forward pass has come to its end, with this output."""
         own = self.own()
         if own.open:
             if own.left is not None and not torch.compiler.is_compiling():
@@ -243,8 +251,24 @@ class Collector:
                 for term in self.compiled.pending.items():
                     pending = Chain(term, pending)
                 own.waiting += 1
+                self._notice_backward(output)
             own.complete = Chain((pending, own.samples), own.complete)
         self.abandon()
+
+    def _notice_backward(self, output: object) -> None:
+        """From here on notice a backward pass of this output that frees what the penalty needs."""
+        first = next((tensor for tensor in tensors_in((output,), {}) if tensor.grad_fn is not None), None)
+        if first is None or first.grad_fn is None or in_transform():
+            return
+        waits, number = weakref.ref(self), self.taken  # a node that knew all of this would keep it from being freed
+
+        def before(gradients: object) -> None:
+            del gradients
+            collector = waits()
+            if collector is not None and collector.taken == number and not keeps_graph():
+                collector.spent = True
+
+        first.grad_fn.register_prehook(before)
 
     def _settle(self, slot: Slot) -> None:
         """What was left for an activation that did not come."""
@@ -283,7 +307,7 @@ class Collector:
 
     def take(self) -> list[list[Term]]:
         """The terms of all complete forward passes of this thread, oldest first, and forget them."""
-        self.steps = 0
+        self.steps, self.spent, self.taken = 0, False, self.taken + 1
         return self.compiled.take() + self.own().take()
 
     def __deepcopy__(self, memo: object) -> Collector:
@@ -360,4 +384,4 @@ class RootAfter:
         if failed(output):
             self.collector.abandon()
         else:
-            self.collector.end()
+            self.collector.end(output)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from explicit_dropout.errors import UnsupportedSiteError
-from explicit_dropout.hooks.calls import is_checkpointing
+from explicit_dropout.hooks.calls import is_checkpointing, is_in_function
 from explicit_dropout.hooks.collector import Collector
 from explicit_dropout.hooks.draws import AttentionParts, Draw, Use, Weighed
 from explicit_dropout.hooks.fused import attention_parts, multihead_parts
@@ -236,6 +236,9 @@ class Interception(TorchFunctionMode):
         if not any(self._of(item) is not None for item in tensors_in(args, kwargs)):
             return func(*args, **kwargs)
         first = self._of(args[0]) if args and isinstance(args[0], Tensor) else None
+        if self.collecting and not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_in_function():
+            self._note_uses(args, kwargs, None)  # of which torch tells nothing but what it computes with
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         nothing_done = func in SAME or func in DROPOUTS  # which come here only where they draw nothing
         if first is not None and nothing_done and result.shape[-1:] == args[0].shape[-1:]:

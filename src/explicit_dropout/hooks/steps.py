@@ -42,7 +42,9 @@ def after_step(optimiser: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for collector, reference in list(_watched.items()):
         model = reference()
-        if model is None or collector.inert or not collector.is_waiting() or not changes(optimiser, collector, model):
+        if model is None or collector.inert or collector.is_trial() or not collector.is_waiting():
+            continue
+        if not changes(optimiser, collector, model):
             continue
         collector.steps += 1
         if collector.steps == TOLERATED + 1:

@@ -10,6 +10,7 @@ Attach the regulariser to the model that `training_step` calls (`self.encoder(x)
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -57,6 +58,9 @@ class ExplicitDropoutCallback(Callback):
     does with the loss. It joins the graph of the tensor that is about to be differentiated, so distributed strategies
     see a single backward pass; the value of the loss stays without it.
 
+    Searches for a learning rate or a batch size (`Tuner`, `LearningRateFinder`, `BatchSizeFinder`) take callbacks away
+    while they try values, so what they find is found without the penalty.
+
     In manual optimisation it joins the first `manual_backward` after a forward pass of the model; others go without.
 
     Args:
@@ -70,8 +74,19 @@ class ExplicitDropoutCallback(Callback):
         """Backward passes of this epoch, "with" and "without" a penalty."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        del trainer, stage
+        del stage
         check_inside(pl_module, self.regulariser, f"attached to a model inside {type(pl_module).__name__}")
+        known, here = weakref.ref(trainer), weakref.ref(self)
+
+        def is_trial() -> bool:
+            running: Any = known()
+            return running is not None and here() not in running.callbacks
+
+        self.regulariser._collector.is_trial = is_trial
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        del trainer, pl_module
+        self.regulariser.discard()  # what a tuner has left, which takes callbacks away while it tries
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         del trainer, pl_module
