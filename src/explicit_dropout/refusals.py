@@ -141,10 +141,16 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
         )
 
 
+def may_depart(site: Site) -> bool:
+    """Whether a penalty rests on what an attention computes of its scores, which may become something else."""
+    attention = site.source.described
+    return isinstance(attention, Attention) and attention.departs is not None and site.component != "value"
+
+
 def refuse_departure(site: Site) -> None:
     """An attention that computes something else of its scores than a rule has said of it, as it stands now."""
     attention = site.source.described
-    if not isinstance(attention, Attention) or attention.departs is None or site.component == "value":
+    if not (isinstance(attention, Attention) and attention.departs and may_depart(site)):
         return
     if reason := attention.departs(attention.module):
         raise UnsupportedSiteError(

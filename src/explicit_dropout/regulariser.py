@@ -23,6 +23,7 @@ from explicit_dropout.noise import Noise
 from explicit_dropout.refusals import (
     Place,
     check_exact,
+    may_depart,
     no_forward,
     places_of,
     refuse_chunks,
@@ -109,6 +110,7 @@ class ExplicitDropout(LayerLevel):
         self._sharding_known = self._known_frozen = False
         for site in self.sites:
             check_exact(site, self._laws[site.component], reading)
+        self._departing = [*{site.path: site for site in self.sites if may_depart(site)}.values()]
         self._by_name = {site.name: site for site in self.sites}
         refuse_sharded(model, self.sites, self._laws)
         refuse_chunks(model, self.sites)
@@ -142,7 +144,7 @@ class ExplicitDropout(LayerLevel):
         if not forwards:
             raise no_forward(self.model)
         refuse_replaced(self._places)
-        for site in self.sites:
+        for site in self._departing:
             refuse_departure(site)
         self._refuse_changed(forwards)
         if not self._sharding_known:

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -274,12 +275,17 @@ def own_function(module: nn.Module) -> str | None:
     if name is None or functions is None or name not in functions or "/" in name:  # eager; or a kernel of the hub
         return None
     function = functions[name]
-    if inspect.unwrap(function).__module__.startswith("transformers."):
+    if _is_of_transformers(function):
         return None
     return (
         f"the model computes attention by {name!r}, which {function.__module__}.{function.__qualname__} was registered "
         "as, and no rule says what that does"
     )
+
+
+@cache
+def _is_of_transformers(function: Callable[..., Any]) -> bool:
+    return inspect.unwrap(function).__module__.startswith("transformers.")
 
 
 def _window(module: Any) -> Any:
