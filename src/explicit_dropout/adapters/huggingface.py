@@ -277,15 +277,13 @@ def own_function(module: nn.Module) -> str | None:
     function = functions[name]
     if _is_of_transformers(function):
         return None
-    return (
-        f"the model computes attention by {name!r}, which {function.__module__}.{function.__qualname__} was registered "
-        "as, and no rule says what that does"
-    )
+    named = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+    return f"the model computes attention by {name!r}, which {named} was registered as, and no rule says what that does"
 
 
 @cache
 def _is_of_transformers(function: Callable[..., Any]) -> bool:
-    return inspect.unwrap(function).__module__.startswith("transformers.")
+    return str(inspect.unwrap(function).__module__).startswith("transformers.")
 
 
 def _window(module: Any) -> Any:
