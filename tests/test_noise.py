@@ -4,10 +4,11 @@ import dataclasses
 import json
 import math
 
+import numpy
 import pytest
 import torch
 
-from explicit_dropout import InputError, Noise, bernoulli, gaussian, inverted, paper
+from explicit_dropout import InputError, Noise, bernoulli, gaussian, inverted, paper, strengths
 
 LAWS = [bernoulli(0.3), inverted(0.3), gaussian(0.6), Noise(0.2, 0.5)]
 
@@ -121,3 +122,12 @@ def test_unnamed_moments_have_no_higher_ones_and_no_rate():
 )  # fmt: skip
 def test_a_law_reads_as_it_was_made(noise, text):
     assert str(noise) == text
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [numpy.float16, numpy.float32, numpy.float64])
+def test_rates_and_strengths_may_be_numbers_of_numpy(kind):
+    assert inverted(kind(0.25)) == inverted(0.25)
+    assert strengths.linear(kind(0.0), kind(0.5), 4).at(4) == 0.5
+    with pytest.raises(InputError, match="a drop rate"):
+        inverted(kind(numpy.inf))

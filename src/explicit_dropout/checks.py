@@ -115,9 +115,11 @@ def number(name: str, value: object, expected: str, *, low: float = -math.inf, b
     # Comparisons alone: NaN fails them as well, and a compiler can follow them.
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputError(name, expected, repr(value))
-    if not (-LARGEST <= value <= LARGEST and low <= value < below):  # type: ignore[operator]
-        raise InputError(name, expected, repr(value))
     plain: Any = value
+    if type(plain) not in (float, int):  # numpy's smaller kinds cannot be compared with the largest number
+        plain = float(plain)
+    if not (-LARGEST <= plain <= LARGEST and low <= plain < below):
+        raise InputError(name, expected, repr(value))
     return plain if type(plain) is float else float(plain)  # which a compiler cannot do with a variable
 
 
