@@ -434,7 +434,7 @@ def test_attention_by_a_function_of_ones_own_is_refused_whenever_it_comes(compon
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
     )
     model, ids = transformers.BertModel(config).train(), torch.randint(50, (2, 6))
-    words = "computes attention by 'sigmoid', which .*sigmoid_attention was registered as"
+    words = r"sigmoid_attention, by which the model computes attention \('sigmoid'\), is no plain softmax"
     if when == "before":
         model.set_attn_implementation("sigmoid")
         with pytest.raises(xd.UnsupportedSiteError, match=words):
@@ -452,3 +452,31 @@ def test_attention_by_a_function_of_ones_own_is_refused_whenever_it_comes(compon
     reg = xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0, feed_forward=1.0)
     model(ids)
     assert reg() > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_by_a_function_of_ones_own_that_is_a_softmax_is_taken(causal):
+    transformers = pytest.importorskip("transformers")
+
+    def fused(module, query, key, value, _mask, scaling=None, dropout=0.0, **_):
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=module.is_causal, scale=scaling
+        )
+        return attended.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("fused", fused)
+    if causal:
+        config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=4, embd_pdrop=0.0, resid_pdrop=0.0)
+        model = transformers.GPT2Model(config)
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "image_size": 8, "patch_size": 4}
+        model = transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=1, num_attention_heads=4, **sizes))
+    given = torch.randint(50, (2, 6)) if causal else torch.randn(2, 3, 8, 8)
+    found = []
+    for name in ("sdpa", "fused"):
+        model.train().set_attn_implementation(name)
+        reg = xd.ExplicitDropout(model, xd.inverted(0.2), query=1.0, attended_value=1.0)
+        model(given)
+        found.append(reg().detach())
+        reg.remove()
+    torch.testing.assert_close(*found)

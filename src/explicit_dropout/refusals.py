@@ -152,7 +152,7 @@ def refuse_departure(site: Site) -> None:
     attention = site.source.described
     if not (isinstance(attention, Attention) and attention.departs and may_depart(site)):
         return
-    if reason := attention.departs(attention.module):
+    if reason := attention.departs(attention):
         raise UnsupportedSiteError(
             f"{site.name}: {reason}. Use another implementation (sdpa, eager), or value and feed_forward alone, which "
             "do not depend on it."

@@ -203,7 +203,7 @@ class Attention:
         refused: components whose penalty cannot be exact here under any law, each with the reason.
         dropouts: the stochastic dropout that acts inside.
         unconfirmed: what a trial has found that speaks against the roles that names give to the projections.
-        departs: asked about `module` at every step, why scores and weights are not those described any more, if so.
+        departs: asked at every step why scores and weights are not those described any more, if so.
     """
 
     module: nn.Module
@@ -226,7 +226,7 @@ class Attention:
     refused: Mapping[str, str] = field(default_factory=dict)
     dropouts: tuple[Dropout, ...] = ()
     unconfirmed: str | None = None
-    departs: Callable[[nn.Module], str | None] | None = None
+    departs: Callable[[Attention], str | None] | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:

@@ -8,17 +8,15 @@ below alone. Names of transformers 4 (`attention.attention.query` of ViT) and 5 
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from explicit_dropout.adapters import generic, signs
+from explicit_dropout.adapters.registered import implementation, own_function
 from explicit_dropout.errors import UnsupportedSiteError
 from explicit_dropout.sites import Attention, Call, Described, FeedForward, Pairs, Projection, pairs_of, register_rule
 
@@ -71,7 +69,7 @@ def describe_attention(module: Any, **overrides: Any) -> Attention | None:
     if "sinks" in module._parameters:
         settings["refused"] = {"attended_value": "attention sinks (sinks) take a part of every row of its weights"}
     if settings.get("obstacle") is not None and settings["weights"] == "compute":
-        settings["weights"] = "output" if _implementation(module) == "eager" else None
+        settings["weights"] = "output" if implementation(module) == "eager" else None
         settings["weights_obstacle"] = "load the model with attn_implementation='eager'"
     return generic.describe_attention(module, **{**settings, **overrides})
 
@@ -132,7 +130,7 @@ def falcon(module: Any) -> Attention | None:
         module,
         projections=layout,
         rotary=None if alibi else rotary,
-        weights="output" if alibi and _implementation(module) == "eager" else "compute",
+        weights="output" if alibi and implementation(module) == "eager" else "compute",
         obstacle=None,
         refused={},
         scale=module.inv_norm_factor,
@@ -201,10 +199,10 @@ def t5_pairs(attention: Attention, call: Call, x: Tensor, context: Tensor) -> Pa
 
 
 def _masked(attention: Attention, call: Call, mask: Any, x: Tensor, context: Tensor) -> Pairs:
-    implementation = _implementation(attention.module) or ""
-    if "flash" in implementation and _window(attention.module) is not None:
+    named = implementation(attention.module) or ""
+    if "flash" in named and _window(attention.module) is not None:
         raise UnsupportedSiteError(
-            f"the sliding window inside {implementation} cannot be read; load the model with attn_implementation='sdpa'"
+            f"the sliding window inside {named} cannot be read; load the model with attn_implementation='sdpa'"
         )
     causal = call.get("is_causal")
     causal = attention.causal if causal is None else bool(causal)
@@ -262,28 +260,6 @@ def _family(module: nn.Module) -> str:
     """The folder of transformers that the forward of a module comes from."""
     parts = generic.author(module).__module__.split(".")
     return parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else ""
-
-
-def _implementation(module: nn.Module) -> str | None:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
-def own_function(module: nn.Module) -> str | None:
-    """Why nobody knows what an attention computes: its model calls a function that is none of the library's."""
-    name, models = _implementation(module), sys.modules.get("transformers.modeling_utils")
-    functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", None)
-    if name is None or functions is None or name not in functions or "/" in name:  # eager; or a kernel of the hub
-        return None
-    function = functions[name]
-    if _is_of_transformers(function):
-        return None
-    named = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
-    return f"the model computes attention by {name!r}, which {named} was registered as, and no rule says what that does"
-
-
-@cache
-def _is_of_transformers(function: Callable[..., Any]) -> bool:
-    return str(inspect.unwrap(function).__module__).startswith("transformers.")
 
 
 def _window(module: Any) -> Any:
