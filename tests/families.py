@@ -69,8 +69,10 @@ BEYOND = """## Everything else
   tokens, and what it attends to has to be softmax(scale · Q Kᵀ) V. That settles how a fused layer is laid out (q ‖ k
   ‖ v, or head by head), whether a query sees later keys, what a `scale` over 1 or a triangle that the module keeps is
   for, and which layer is the output projection. Where no such reading explains the call, because queries are turned
-  or windows hide keys, scores are refused, and attended values too where something acts on these. A call needs
-  arguments with names of tokens and none of anything else; masks and positions may be left out.
+  or windows hide keys, scores are refused, and attended values too where something acts on these. So they are where
+  other values of what else the module learns make it something else: gains that begin at 1, low-rank updates that
+  begin at 0. Plain numbers such as `scale` are read when the regulariser is attached. A call needs arguments with
+  names of tokens and none of anything else; masks and positions may be left out.
 - What cannot be tried is taken at its word: plain attention, q ‖ k ‖ v, causal if `is_causal`, `causal` or the class
   name says so; then attended values have `paper` alone. (token, batch, width) is what `batch_first = False` says. Key
   heads of a fused layer are counted by the width of the output projection. Masks that depend on the length beyond

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -480,3 +482,37 @@ def test_attention_by_a_function_of_ones_own_that_is_a_softmax_is_taken(causal):
         found.append(reg().detach())
         reg.remove()
     torch.testing.assert_close(*found)
+
+
+def test_functions_are_judged_by_what_they_do_and_not_by_what_they_wrap():
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    @functools.wraps(sdpa_attention_forward)
+    def doubled(*args, **kwargs):
+        attended, weights = sdpa_attention_forward(*args, **kwargs)
+        return 2 * attended, weights
+
+    @dataclasses.dataclass
+    class Unhashable:
+        factor: float
+
+        def __call__(self, *args, **kwargs):
+            attended, weights = sdpa_attention_forward(*args, **kwargs)
+            return self.factor * attended, weights
+
+    config = transformers.ViTConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4
+    )
+    model = transformers.ViTModel(config)
+    for function, right in (
+        (doubled, False), (Unhashable(2.0), False), (Unhashable(1.0), True),
+        (functools.partial(sdpa_attention_forward), True),
+    ):  # fmt: skip
+        transformers.AttentionInterface.register("mine", function)
+        model.set_attn_implementation("mine")
+        if right:
+            xd.ExplicitDropout(model, xd.inverted(0.2), attended_value=1.0).remove()
+        else:
+            with pytest.raises(xd.UnsupportedSiteError, match="is no plain softmax"):
+                xd.ExplicitDropout(model, xd.inverted(0.2), attended_value=1.0)

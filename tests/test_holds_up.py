@@ -576,6 +576,22 @@ def test_evaluation_between_forward_pass_and_call_changes_nothing():
 # ---------------------------------------------------------------------------------------------- LoRA
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_adapter_with_a_bias_is_refused_when_it_is_switched_on(dtype):
+    peft = pytest.importorskip("peft")
+    base = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)).to(dtype)
+    config = {"r": 2, "target_modules": ["linear1"], "init_lora_weights": False}
+    model = peft.get_peft_model(base, peft.LoraConfig(**config))
+    reg = xd.ExplicitDropout(model, xd.paper(0.2), feed_forward=1.0)
+    x = torch.randn(2, 3, 8, dtype=dtype)
+    model(x)
+    assert reg() > 0
+    model.add_adapter("biased", peft.LoraConfig(**config, lora_bias=True))
+    model.set_adapter("biased")
+    with pytest.raises(xd.UnsupportedSiteError, match=r"'biased' .* is no plain LoRA"):
+        model(x)
+
+
 def test_lora_counts_with_its_effective_weight():
     from peft import LoraConfig, get_peft_model
 

@@ -372,8 +372,10 @@ def test_lightning_resumed_is_the_one_that_never_stopped(tmp_path):
     same_weights(whole, resumed, tolerance=0)
 
 
-@pytest.mark.parametrize("search", ["Tuner", "LearningRateFinder", "BatchSizeFinder"])
+@pytest.mark.parametrize("search", ["Tuner", "LearningRateFinder", "BatchSizeFinder", "at the first epoch"])
 def test_lightning_may_search_for_a_learning_rate_or_a_batch_size_first(tmp_path, search, recwarn):
+    waiting = []
+
     class Searched(Module):
         def __init__(self, model):
             super().__init__(model)
@@ -382,17 +384,34 @@ def test_lightning_may_search_for_a_learning_rate_or_a_batch_size_first(tmp_path
         def train_dataloader(self):
             return DataLoader(examples(False), self.batch_size)
 
+        def training_step(self, batch):
+            loss = super().training_step(batch)
+            waiting.append(reg._collector.threads.slot.waiting)
+            return loss
+
     module = Searched(classifier())
     reg = attached(module.model)
     finders = {
         "LearningRateFinder": [LearningRateFinder(num_training_steps=80, attr_name="rate")],
         "BatchSizeFinder": [BatchSizeFinder(max_trials=2)],
     }
+    if search == "at the first epoch":
+
+        class Later(LearningRateFinder):
+            def on_fit_start(self, *args):
+                del args
+
+            def on_train_epoch_start(self, trainer, pl_module):
+                if trainer.current_epoch == 0:
+                    self.lr_find(trainer, pl_module)
+
+        finders[search] = [Later(num_training_steps=20, attr_name="rate")]
     trainer = lightning_trainer(tmp_path, reg, max_epochs=-1, max_steps=3, callbacks=finders.get(search, []))
     if search == "Tuner":
         Tuner(trainer).lr_find(module, num_training=80, attr_name="rate")
     trainer.fit(module)
     assert reg.calls == 3
+    assert max(waiting) == 1  # and nothing is kept meanwhile
     assert not [one for one in recwarn if "without a call of the regulariser" in str(one.message)]
 
 

@@ -1,6 +1,7 @@
 """The laws: their moments, their masks, and what they refuse."""
 
 import dataclasses
+import fractions
 import json
 import math
 
@@ -129,5 +130,6 @@ def test_a_law_reads_as_it_was_made(noise, text):
 def test_rates_and_strengths_may_be_numbers_of_numpy(kind):
     assert inverted(kind(0.25)) == inverted(0.25)
     assert strengths.linear(kind(0.0), kind(0.5), 4).at(4) == 0.5
-    with pytest.raises(InputError, match="a drop rate"):
-        inverted(kind(numpy.inf))
+    for value in (kind(numpy.inf), fractions.Fraction(10**400)):
+        with pytest.raises(InputError, match="a drop rate"):
+            inverted(value)

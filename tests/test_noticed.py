@@ -3,6 +3,7 @@
 import gc
 import io
 import pickle
+import threading
 import warnings
 import weakref
 
@@ -103,6 +104,61 @@ def test_a_pass_that_was_differentiated_before_its_penalty_is_an_error_that_says
     model(x).mean().backward()
     with pytest.raises(xd.CollectionError, match="differentiate loss \\+ reg\\(\\) at once"):
         reg()
+
+
+class Probed(nn.Module):
+    """With a first output that is trained by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.probe = encoder(0.1), nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.encoder(x)
+        return {"probe": self.probe(hidden.detach()), "hidden": hidden}
+
+
+@pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)
+def test_an_output_that_does_not_share_the_graph_may_be_differentiated_first(attach):
+    model = Probed()
+    reg = attach(model)
+    found = model(X)
+    found["probe"].square().mean().backward()
+    (found["hidden"].mean() + reg()).backward()
+
+
+def test_passes_of_other_threads_are_not_taken_for_ones_own():
+    model = encoder()
+    reg = attached(model)
+    ready, done, errors = threading.Event(), threading.Event(), []
+
+    def careless():
+        model(X).sum().backward()
+        ready.set()
+        done.wait()
+        try:
+            reg()
+        except xd.CollectionError as error:
+            errors.append(str(error))
+
+    other = threading.Thread(target=careless)
+    other.start()
+    ready.wait()
+    (model(X).sum() + reg()).backward()
+    done.set()
+    other.join()
+    assert len(errors) == 1
+    assert "has freed its graph" in errors[0]
+
+
+def test_after_too_many_passes_the_next_step_is_as_any_other():
+    model = encoder()
+    reg = attached(model)
+    for _ in range(64):
+        model(X).sum().backward()
+    with pytest.raises(xd.CollectionError, match="wait for a call of the regulariser"):
+        model(X)
+    (model(X).sum() + reg()).backward()
 
 
 @pytest.mark.parametrize("attach", WAYS.values(), ids=WAYS)

@@ -327,10 +327,74 @@ class Changing(Separate):
 @pytest.mark.parametrize(("kind", "name"), [("low rank", "up.weight"), ("scale", "gain"), ("heads", "gain")])
 def test_what_parameters_will_change_is_refused_before_they_do(kind, name, dtype):
     model = Changing(kind).to(dtype)
-    for component in (*SCORES, "attended_value"):
+    for component in (*SCORES, *(["attended_value"] if kind == "heads" else [])):
         with pytest.raises(xd.UnsupportedSiteError, match=rf"only while its `{name}` is what it is now"):
             xd.ExplicitDropout(model, xd.paper(0.2), **{component: 1.0})
+    with pytest.raises(xd.UnsupportedSiteError):  # which needs the weights
+        xd.ExplicitDropout(model, xd.inverted(0.2), attended_value=1.0)
     xd.ExplicitDropout(model, xd.inverted(0.2), value=1.0).remove()
+
+
+@pytest.mark.parametrize("kind", ["low rank", "scale"])
+def test_what_acts_on_scores_alone_leaves_attended_values(kind):
+    model = Changing(kind)
+    for parameter in (model.up.weight,) if kind == "low rank" else (model.gain,):
+        nn.init.normal_(parameter)
+    seen = []
+    model.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(X)
+    coherent = 0.5 * 0.2**2 * (seen[-1] - model.v_proj.bias).square().sum(-1).mean()
+    assert_close(values_of(model, "attended_value", xd.paper(0.2)), coherent)
+
+
+@pytest.mark.parametrize("std", [0.0, 0.5])
+def test_gains_are_found_where_scores_are_unknown_too(std):
+    class Biased(Changing):
+        """A learned bias of the scores, which no reading explains unless it is 0."""
+
+        def __init__(self):
+            super().__init__("heads")
+            self.table = nn.Parameter(std * torch.randn(self.num_heads, 64, 64))
+
+        def forward(self, x):
+            q, k, v = self.split(x)
+            attended = F.scaled_dot_product_attention(q, k, v, self.table[:, : x.shape[1], : x.shape[1]])
+            return self.out_proj((attended * self.gain).transpose(1, 2).flatten(2))
+
+    with pytest.raises(xd.UnsupportedSiteError, match="only while its `gain` is what it is now"):
+        xd.ExplicitDropout(Biased(), xd.paper(0.2), attended_value=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, None], ids=["no arithmetic", "a copy of its own"])
+def test_what_cannot_have_other_values_is_taken_as_it_is(dtype):
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def __deepcopy__(self, memo):
+            return Stubborn()
+
+    model = Separate()
+    if dtype is None:
+        model.other = Stubborn()
+    else:
+        model.register_parameter("other", nn.Parameter(torch.ones(3).to(dtype), requires_grad=False))
+    xd.ExplicitDropout(model, xd.inverted(0.2), key=1.0, value=1.0).remove()
+
+
+def test_constants_that_nobody_trains_are_not_moved():
+    class Masked(Separate):
+        def __init__(self):
+            super().__init__()
+            mask = torch.zeros(64, 64).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
+            self.hidden = nn.Parameter(mask, requires_grad=False)
+
+        def attend(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, self.hidden[: q.shape[2], : q.shape[2]])
+
+    assert xd.find_sites(Masked())[0].source.described.causal
+    xd.ExplicitDropout(Masked(), xd.paper(0.2), query=1.0).remove()
 
 
 def test_parameters_that_act_elsewhere_do_not_matter():

@@ -52,7 +52,7 @@ class Attached(ABC):
             raise CollectionError("the regulariser was removed from its model; attach a new one")
         if self._collector.inert:
             raise CollectionError("this regulariser is a copy, and copies are not attached; attach a new one")
-        steps, spent = self._collector.steps, self._collector.spent
+        steps, spent = self._collector.steps, self._collector.is_spent()
         forwards = self._collector.take()
         if steps and forwards:
             raise CollectionError(

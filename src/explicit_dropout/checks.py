@@ -117,7 +117,10 @@ def number(name: str, value: object, expected: str, *, low: float = -math.inf, b
         raise InputError(name, expected, repr(value))
     plain: Any = value
     if type(plain) not in (float, int):  # numpy's smaller kinds cannot be compared with the largest number
-        plain = float(plain)
+        try:
+            plain = float(plain)
+        except OverflowError:
+            raise InputError(name, expected, repr(value)) from None
     if not (-LARGEST <= plain <= LARGEST and low <= plain < below):
         raise InputError(name, expected, repr(value))
     return plain if type(plain) is float else float(plain)  # which a compiler cannot do with a variable

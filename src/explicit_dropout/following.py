@@ -57,7 +57,7 @@ def refuse_mixed(outputs: Tensor, reached: Sequence[Reached]) -> None:
 
 def refuse_once_differentiable(results: Iterable[Tensor]) -> None:
     """Look for operations whose backward pass has none of its own, before torch finds them without saying where."""
-    for node in nodes_behind(results):
+    for node in nodes_behind(result.grad_fn for result in results):
         if node.name() in ("torch::autograd::NotImplemented", "torch::autograd::Error"):
             try:
                 node(*[None] * len(node._input_metadata))  # it raises an error, which says why
@@ -70,7 +70,7 @@ def refuse_once_differentiable(results: Iterable[Tensor]) -> None:
 
 def refuse_static_graph(outputs: Tensor) -> None:
     """DDP with a static graph takes the first backward pass for that of the loss, and shares gradients after it."""
-    for node in nodes_behind([outputs]):
+    for node in nodes_behind([outputs.grad_fn]):
         around = getattr(node, "ddp_weakref", lambda: None)()
         if around is not None and around.static_graph:
             raise UnsupportedSiteError(

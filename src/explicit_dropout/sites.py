@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import InputError, UnsupportedSiteError
-from explicit_dropout.weights import acting
+from explicit_dropout.weights import acting, adapter_obstacle
 
 Component = Literal["query", "key", "query_key", "value", "attended_value", "feed_forward"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
@@ -77,7 +77,9 @@ class Projection:
         return "base_layer" in self.module._modules
 
     def offset(self) -> Tensor | None:
-        """b alone."""
+        """b alone, as it acts now."""
+        if self.adapted and (obstacle := adapter_obstacle(self.module)):
+            raise UnsupportedSiteError(obstacle)
         bias = _attribute(self.module, self.bias)
         if bias is not None and self.bias_rows == "as rows":
             return self.of(bias, 0)

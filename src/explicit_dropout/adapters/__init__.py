@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from explicit_dropout.adapters import generic, huggingface, lucidrains, timm, torch_nn, trial, windows
+from explicit_dropout.adapters import generic, huggingface, lucidrains, timm, torch_nn, verdict, windows
 from explicit_dropout.adapters.places import Found, in_place
 from explicit_dropout.sites import Attention, Described, rule_for
 
@@ -40,4 +40,4 @@ def describe(module: nn.Module) -> Described | list[Described] | None:
     described = generic.describe(module)
     items = described if isinstance(described, list) else [] if described is None else [described]
     doubts = generic.doubts(module)
-    return [trial.tried(item, doubts) if isinstance(item, Attention) else item for item in items]
+    return [verdict.tried(item, doubts) if isinstance(item, Attention) else item for item in items]

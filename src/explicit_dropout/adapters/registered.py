@@ -6,7 +6,6 @@ return softmax(scale · Q Kᵀ) V, causal where the module is.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,7 +21,8 @@ Function = Callable[..., Any]
 TOKENS = 20
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """How far a result may be from what is expected, relative to its norm. A kernel may take half precision alone."""
-_tried: weakref.WeakKeyDictionary[Attention, dict[Function, bool]] = weakref.WeakKeyDictionary()
+_tried: weakref.WeakKeyDictionary[Attention, dict[int, tuple[Function, bool]]] = weakref.WeakKeyDictionary()
+"""What is known of functions, by their ids: they need not be hashable."""
 
 
 def own_function(attention: Attention) -> str | None:
@@ -33,12 +33,13 @@ def own_function(attention: Attention) -> str | None:
         return None
     function = functions[name]
     known = _tried.setdefault(attention, {})
-    if function not in known:
-        theirs = str(inspect.unwrap(function).__module__).startswith("transformers.")
-        known[function] = theirs or is_softmax(function, attention)
-    if known[function]:
+    if id(function) not in known:
+        theirs = str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
+        known[id(function)] = function, theirs or is_softmax(function, attention)
+    if known[id(function)][1]:
         return None
-    named = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+    whole = getattr(function, "__qualname__", type(function).__qualname__)
+    named = f"{getattr(function, '__module__', type(function).__module__)}.{whole}"
     return f"tried with random tokens, {named}, by which the model computes attention ({name!r}), is no plain softmax"
 
 

@@ -99,8 +99,15 @@ def is_checkpointing() -> bool:
 
 
 def is_in_function() -> bool:
-    """Whether a `torch.autograd.Function` runs this."""
-    return any(code.co_filename.endswith(FUNCTIONS) for code in _codes())
+    """Whether a `torch.autograd.Function` runs this, and no module that it calls."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    for code in _codes():
+        if code is nn.Module._call_impl.__code__:
+            return False
+        if code.co_filename.endswith(FUNCTIONS):
+            return True
+    return False
 
 
 def _codes() -> Iterator[Any]:
@@ -110,9 +117,9 @@ def _codes() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def nodes_behind(results: Iterable[Tensor]) -> Iterator[Any]:
-    """Every node of the graph that has led to these results."""
-    waiting = [result.grad_fn for result in results]
+def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """These nodes of a graph, and every one that has led to them."""
+    waiting = list(nodes)
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from explicit_dropout.errors import CollectionError
-from explicit_dropout.hooks.calls import calls_itself, in_backward, in_transform, keeps_graph
+from explicit_dropout.hooks.calls import calls_itself, in_backward, in_transform, keeps_graph, nodes_behind
 from explicit_dropout.hooks.told import Known, Lengths, Masks, Said, Samples, Told, Unpadded, is_pretrained
 from explicit_dropout.hooks.torch_functions import tensors_in
 from explicit_dropout.weights import modules_under_fsdp
@@ -52,6 +52,10 @@ class Term:
     piece: int = 0
     version: int | None = None
     given: Samples | None = None
+
+    def nodes(self) -> list[Any]:
+        """Where it stands in the graph."""
+        return [tensor.grad_fn for tensor in (self.penalty, self.columns) if tensor is not None]
 
     def count(self, given: Samples) -> None:
         """The samples that models were given, if the layer can be working on them; `given` where it does not know.
@@ -110,6 +114,8 @@ class Slot:
         samples: how many the whole model was given, and models inside it.
         observed: calls of layers under way, by layer.
         passed: hooks that want to know whether the model changes a tensor in place, the tensor, and its version.
+        taken: how often all of this was taken. freed: where backward passes that keep no graph have begun since, at
+            outputs of passes that wait.
         left: an output on its way to an activation. made: by kernels, for an activation under way. activated: what came
             out of one, and its columns if kernels have them.
     """
@@ -128,6 +134,8 @@ class Slot:
         self.left: Any = None
         self.made: Tensor | None = None
         self.activated: Any = None
+        self.taken = 0
+        self.freed: list[Any] = []
 
     def begin(self, call: Said) -> None:
         self.open, self.pending, self.observed, self.passed = True, EMPTY, {}, []
@@ -139,7 +147,31 @@ class Slot:
         self.open, self.opened_compiled, self.pending, self.observed, self.passed = False, False, EMPTY, {}, []
         self.left = self.made = self.activated = None
 
+    def notice_backward(self, output: object) -> None:
+        """From here on notice a backward pass of this output that may free what the penalty needs."""
+        first = next((tensor for tensor in tensors_in((output,), {}) if tensor.grad_fn is not None), None)
+        if first is None or first.grad_fn is None or in_transform():
+            return
+        slot, number = weakref.ref(self), self.taken  # a node that knew all of this would keep it from being freed
+
+        def before(gradients: object) -> None:
+            del gradients
+            found = slot()
+            if found is not None and found.taken == number and not keeps_graph():
+                found.freed.append(torch._C._current_autograd_node())
+
+        first.grad_fn.register_prehook(before)
+
+    def is_spent(self) -> bool:
+        """Whether terms of passes that wait are made of what a backward pass has freed."""
+        if not self.freed:
+            return False
+        gone = {node for node in nodes_behind(self.freed) if not hasattr(node, "variable")}  # parameters stay
+        terms = (term for pending, _ in self.complete.items() for term in pending.items())
+        return any(node in gone for node in nodes_behind(node for term in terms for node in term.nodes()))
+
     def take(self) -> list[list[Term]]:
+        self.freed, self.taken = [], self.taken + 1
         forwards: list[list[Term]] = []
         for pending, samples in self.complete.items():
             terms: list[Term] = pending.items()
@@ -170,8 +202,6 @@ class Collector:
         self.held: dict[str, Tensor | None] = {}  # the weights of the model itself, by site
         self.lengths: dict[str, Lengths] = {}  # of sequences of sound, by the model that shortens them
         self.steps = 0  # of optimisers, since passes wait
-        self.spent = False  # whether a backward pass has freed the graph of one that waits
-        self.taken = 0
         self.is_trial: Callable[[], bool] = bool
         """Whether a framework tries something out meanwhile, without the penalty: its passes are of no account."""
         self.networks: list[Any] = []  # what is known of activations, each told when a pass begins
@@ -223,10 +253,8 @@ class Collector:
         if torch.compiler.is_compiling():
             own.opened_compiled = True
         elif own.waiting >= MOST_FORWARDS:
-            own.take()
+            self.take()
             own.abandon()
-            if self.is_trial():
-                return
             raise CollectionError(
                 f"{MOST_FORWARDS} forward passes in train mode wait for a call of the regulariser, and each keeps its "
                 "graph alive; their terms are dropped now. Call the regulariser once for every backward pass, run "
@@ -251,24 +279,9 @@ class Collector:
                 for term in self.compiled.pending.items():
                     pending = Chain(term, pending)
                 own.waiting += 1
-                self._notice_backward(output)
+                own.notice_backward(output)
             own.complete = Chain((pending, own.samples), own.complete)
         self.abandon()
-
-    def _notice_backward(self, output: object) -> None:
-        """From here on notice a backward pass of this output that frees what the penalty needs."""
-        first = next((tensor for tensor in tensors_in((output,), {}) if tensor.grad_fn is not None), None)
-        if first is None or first.grad_fn is None or in_transform():
-            return
-        waits, number = weakref.ref(self), self.taken  # a node that knew all of this would keep it from being freed
-
-        def before(gradients: object) -> None:
-            del gradients
-            collector = waits()
-            if collector is not None and collector.taken == number and not keeps_graph():
-                collector.spent = True
-
-        first.grad_fn.register_prehook(before)
 
     def _settle(self, slot: Slot) -> None:
         """What was left for an activation that did not come."""
@@ -300,6 +313,10 @@ class Collector:
         """Whether there are complete forward passes of this thread, or of compiled code."""
         return any(slot.complete.previous is not None for slot in (self.compiled, self.threads.slot))
 
+    def is_spent(self) -> bool:
+        """Whether a backward pass has gone through one of this thread that waits, and has freed its graph."""
+        return self.threads.slot.is_spent()
+
     def waiting_terms(self) -> list[list[Any]]:
         """What such passes have left, without taking it."""
         slots = (self.compiled, self.threads.slot)
@@ -307,7 +324,7 @@ class Collector:
 
     def take(self) -> list[list[Term]]:
         """The terms of all complete forward passes of this thread, oldest first, and forget them."""
-        self.steps, self.spent, self.taken = 0, False, self.taken + 1
+        self.steps = 0
         return self.compiled.take() + self.own().take()
 
     def __deepcopy__(self, memo: object) -> Collector:
@@ -332,6 +349,9 @@ class RootBefore:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.collector.inert:
+            return
+        if not torch.compiler.is_compiling() and self.collector.is_trial():
+            self.collector.abandon()
             return
         if not torch.compiler.is_compiling() and self.collector.threads.slot.open and calls_itself(model):
             raise CollectionError(

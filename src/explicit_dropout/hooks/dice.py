@@ -236,9 +236,6 @@ class Interception(TorchFunctionMode):
         if not any(self._of(item) is not None for item in tensors_in(args, kwargs)):
             return func(*args, **kwargs)
         first = self._of(args[0]) if args and isinstance(args[0], Tensor) else None
-        if self.collecting and not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_in_function():
-            self._note_uses(args, kwargs, None)  # of which torch tells nothing but what it computes with
-            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         nothing_done = func in SAME or func in DROPOUTS  # which come here only where they draw nothing
         if first is not None and nothing_done and result.shape[-1:] == args[0].shape[-1:]:
@@ -247,6 +244,8 @@ class Interception(TorchFunctionMode):
         made = list(tensors_in((result,), {}))
         if func is Tensor.__setitem__ or any(item.requires_grad for item in made):
             self._note_uses(args, kwargs, func)  # and not what only looks at it
+        elif is_in_function():
+            self._note_uses(args, kwargs, None)  # of which torch tells nothing but what it computes with
         elif func not in LOOKS and any(item.dtype.is_floating_point and item.ndim for item in made):
             self._note_uses(args, kwargs, func, frozen=True)
         return result

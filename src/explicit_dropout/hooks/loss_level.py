@@ -32,6 +32,10 @@ class Reached:
         self.version = x._version
         self.samples: int | None = None
 
+    def nodes(self) -> list[Any]:
+        """Where it stands in the graph."""
+        return [self.edge.node]
+
     def count(self, given: Samples) -> None:
         """What the whole model was given, as far as that is known."""
         self.samples = given.get("")
@@ -57,6 +61,9 @@ class Compiled:
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def nodes(self) -> list[Any]:
+        return []
 
     def count(self, given: Samples) -> None:
         del given

@@ -67,6 +67,6 @@ def changes(optimiser: Optimizer, collector: Collector, model: nn.Module) -> boo
     if collector.sharded or not all(isinstance(term, Term) for term in terms):
         return True
     held = {id(weight) for weight in collector.held.values() if weight is not None}
-    made = [tensor for term in terms for tensor in (term.penalty, term.columns) if tensor is not None]
-    leaves = (id(node.variable) for node in nodes_behind(made) if hasattr(node, "variable"))
+    made = nodes_behind(node for term in terms for node in term.nodes())
+    leaves = (id(node.variable) for node in made if hasattr(node, "variable"))
     return not stepped.isdisjoint(held) or not stepped.isdisjoint(leaves)

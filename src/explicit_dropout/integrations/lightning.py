@@ -80,13 +80,9 @@ class ExplicitDropoutCallback(Callback):
 
         def is_trial() -> bool:
             running: Any = known()
-            return running is not None and here() not in running.callbacks
+            return running is not None and running.state.status == "running" and here() not in running.callbacks
 
         self.regulariser._collector.is_trial = is_trial
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        del trainer, pl_module
-        self.regulariser.discard()  # what a tuner has left, which takes callbacks away while it tries
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         del trainer, pl_module
