@@ -25,6 +25,7 @@ STUDIES = {
     "digits-parts": ("Few handwritten digits: which part helps", ("few_images_why", "few_images_loss")),
     "digits-twins": ("Few handwritten digits: twins", ("few_images_twins", "few_images_twins_long")),
     "digits-size": ("Few handwritten digits: how few", ("few_images_size",)),
+    "digits-decay": ("Few handwritten digits: on top of weight decay", ("few_images_decay",)),
 }
 """Pages of test scores: title, and the experiments that are on them."""
 CHOICES = ("recipe", "strength", "strength_gtzan")
