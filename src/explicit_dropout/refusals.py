@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
+from typing import Any
 
 from torch import nn
 
@@ -143,16 +144,13 @@ def check_exact(site: Site, noise: Noise, reading: str) -> None:
 
 def may_depart(site: Site) -> bool:
     """Whether a penalty rests on what an attention computes of its scores, which may become something else."""
-    attention = site.source.described
-    return isinstance(attention, Attention) and attention.departs is not None and site.component != "value"
+    return site.component != "value" and getattr(site.source.described, "departs", None) is not None
 
 
 def refuse_departure(site: Site) -> None:
     """An attention that computes something else of its scores than a rule has said of it, as it stands now."""
-    attention = site.source.described
-    if not (isinstance(attention, Attention) and attention.departs and may_depart(site)):
-        return
-    if reason := attention.departs(attention):
+    attention: Any = site.source.described
+    if may_depart(site) and (reason := attention.departs(attention)):
         raise UnsupportedSiteError(
             f"{site.name}: {reason}. Use another implementation (sdpa, eager), or value and feed_forward alone, which "
             "do not depend on it."

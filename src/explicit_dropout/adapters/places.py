@@ -48,13 +48,15 @@ def in_place(found: Iterable[Found], paths: Mapping[nn.Module, str]) -> Iterator
         _parts(paths[item.described.module]): item.described for item in found if isinstance(item.described, Attention)
     }
     named = {_parts(path) for module, path in paths.items() if ATTENTION.search(type(module).__name__)}
+    around = named | set(attention)
     claimed = {layer.module for item in found if not _is_sequence(item) for layer in item.described.projections}
 
     def is_something_else(item: Found, network: FeedForward, path: Path) -> bool:
         if makes_positions(item.module, path) or steers(path) or inside_attention(network, path, attention):
             return True
-        twice = _is_sequence(item) and claimed & {layer.module for layer in network.layers}
-        return bool(twice) or (_is_sequence(item) and not stands_beside(path, named | set(attention)))
+        if not _is_sequence(item):
+            return False
+        return bool(claimed & {layer.module for layer in network.layers}) or not stands_beside(path, around)
 
     for item in found:
         network, path = item.described, _parts(paths[item.module])
@@ -138,8 +140,7 @@ def left_over(model: nn.Module, found: Iterable[Described]) -> list[tuple[str, i
     """
     modules = {_parts(path): module for path, module in model.named_modules()}
     taken = claimed_widths(list(found), {module: path for path, module in modules.items()})
-    widths: dict[Path, dict[Path, set[int]]] = {}
-    """Of the claimed layers, by the list that their block stands in, and by block."""
+    widths: dict[Path, dict[Path, set[int]]] = {}  # by the list that a block stands in, and by block
     for path, features in taken.items():
         stack, block = block_of(path, modules)
         widths.setdefault(stack, {}).setdefault(block, set()).add(features)

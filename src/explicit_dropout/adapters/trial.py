@@ -40,8 +40,16 @@ def heads_of(attention: Attention, seen: Seen, projection: Projection) -> Tensor
     return heads.repeat_interleave(attention.heads // number, 0)
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and bool((found - expected).norm() <= CLOSE * expected.norm() + 1e-9)
+def attended(attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """softmax(scale · Q Kᵀ) V, (*batch, token, head · width), of (*batch, head, token, width); causal if it says so."""
+    scores = attention.score_scale * query @ key.mT
+    if attention.causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(-3, -2).flatten(-2)
+
+
+def close(found: Tensor, expected: Tensor, most: float = CLOSE) -> bool:
+    return found.shape == expected.shape and bool((found - expected).norm() <= most * expected.norm() + 1e-9)
 
 
 class Trial:

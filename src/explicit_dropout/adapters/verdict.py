@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from explicit_dropout.adapters.generic import SCALES
-from explicit_dropout.adapters.trial import Seen, Trial, close, heads_of
+from explicit_dropout.adapters.trial import Seen, Trial, attended, close, heads_of
 from explicit_dropout.sites import OF_ATTENTION, SCORES, Attention, Projection
 
 TOKENS = (20, 3)
@@ -50,12 +50,23 @@ def moved(attention: Attention, tokens: int) -> Attention | None:
 
     Gains of 1 and low-rank updates of 0 do nothing at first, and training or a checkpoint makes them do something.
     """
-    others = other_parameters(attention)
-    if not others or explained_when_moved(attention, others.values(), tokens):
+    reason = only_now(attention, lambda some: explained_when_moved(attention, some, tokens), formula(attention))
+    if reason is None:
         return None
-    acting = [name for name, one in others.items() if not explained_when_moved(attention, [one], tokens)]
-    reason = while_unchanged(attention, acting or [*others], formula(attention))
     return with_values_as_they_stay(replace(attention, refused={**dict.fromkeys(SCORES, reason), **attention.refused}))
+
+
+def only_now(attention: Attention, holds: Callable[[Iterable[nn.Parameter]], bool], what: str) -> str | None:
+    """Why a module computes something only now, if that does not hold once some other parameters have other values."""
+    others = other_parameters(attention)
+    if not others or holds(others.values()):
+        return None
+    acting = [name for name, one in others.items() if not holds([one])] or [*others]
+    named = ", ".join(f"`{name}`" for name in acting[:3]) + (", …" if len(acting) > 3 else "")
+    return (
+        f"tried with random tokens, {type(attention.module).__name__} computes {what} only while its {named} is what "
+        "it is now, and that may change"
+    )
 
 
 def other_parameters(attention: Attention) -> dict[str, nn.Parameter]:
@@ -81,33 +92,20 @@ def with_values_as_they_stay(attention: Attention, *, grid: bool = False) -> Att
 
     A token that sees itself alone attends to its value, whatever acts on scores.
     """
-    others = other_parameters(attention)
-    if not others or "attended_value" in attention.refused:
+    if "attended_value" in attention.refused:
         return attention
 
     def stays(some: Iterable[nn.Parameter]) -> bool:
-        trial = Trial(attention, grid=grid, moved=some)
-        single = trial.call(1) if trial.copies else None
+        single = Trial(attention, grid=grid, moved=some).call(1)
         return single is None or attends_to_values(attention, single)
 
-    if stays(others.values()):
-        return attention
-    acting = [name for name, one in others.items() if not stays([one])]
-    reason = while_unchanged(attention, acting or [*others], "the values of a token that sees itself alone")
-    return replace(attention, refused={**attention.refused, "attended_value": reason})
+    reason = only_now(attention, stays, "the values of a token that sees itself alone")
+    return attention if reason is None else replace(attention, refused={**attention.refused, "attended_value": reason})
 
 
 def attends_to_values(attention: Attention, single: Seen) -> bool:
     """Whether what one token attends to, by itself, is its value."""
     return close(single.attended, heads_of(attention, single, attention.value).transpose(0, 1).flatten(1))
-
-
-def while_unchanged(attention: Attention, names: Sequence[str], what: str) -> str:
-    named = ", ".join(f"`{name}`" for name in names[:3]) + (", …" if len(names) > 3 else "")
-    return (
-        f"tried with random tokens, {type(attention.module).__name__} computes {what} only while its {named} is what "
-        "it is now, and that may change"
-    )
 
 
 def settled(attention: Attention, doubts: Mapping[str, bool]) -> Attention:
@@ -166,10 +164,7 @@ def explains(attention: Attention, seen: Seen) -> bool:
     if attention.causal and seen.of(attention.query).shape[0] != seen.of(attention.key).shape[0]:
         return False
     query, key, value = (heads_of(attention, seen, part) for part in attention.projections)
-    scores = attention.score_scale * query @ key.mT
-    if attention.causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return close(seen.attended, (scores.softmax(-1) @ value).transpose(0, 1).flatten(1))
+    return close(seen.attended, attended(attention, query, key, value))
 
 
 def contradicted(trial: Trial, seen: Seen, single: Seen) -> Attention:

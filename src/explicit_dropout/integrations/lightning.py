@@ -98,8 +98,10 @@ class ExplicitDropoutCallback(Callback):
             self._backward["without"] += 1
             return
         self._backward["with"] += 1
-        penalty, values = called(self.regulariser)
-        if self.log:
+        if not self.log:
+            penalty = self.regulariser()
+        else:
+            penalty, values = called(self.regulariser)
             pl_module.log_dict({name: torch.as_tensor(value) for name, value in values.items()})
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scaled: Tensor = penalty if scaler is None else scaler.scale(penalty)

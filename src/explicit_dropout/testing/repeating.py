@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from explicit_dropout import stochastic
 from explicit_dropout.errors import ExplicitDropoutError
 from explicit_dropout.hooks.calls import argument_names, named_call
+from explicit_dropout.hooks.torch_functions import DROPOUTS, HEADS, TIED
 from explicit_dropout.sites import Attention, FeedForward, Layer, Pairs, Projection, samples_first
 
 CACHES = {"past_key_value", "past_key_values", "layer_past"}
@@ -33,10 +34,7 @@ CACHES = {"past_key_value", "past_key_values", "layer_past"}
 
 # ---------------------------------------------------------------------------------------------- a steady model
 
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    stochastic.dropout, stochastic.drop_heads,
-}  # fmt: skip
+_DROPOUTS = {*DROPOUTS, *TIED, HEADS, F.alpha_dropout, F.feature_alpha_dropout}
 
 
 class _WithoutDropout(TorchFunctionMode):
